@@ -25,7 +25,7 @@ class TargetSection(Section):
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Compute and storage type of the target; float32 is for equality claims and tests."""
     tap_layers: Literal["spread"] | tuple[int, ...] = "spread"
-    """Layers whose outputs are captured, 0-based, ascending, never the last; "spread" takes `num_taps` evenly, as DFlash does."""
+    """Layers whose outputs are captured, 0-based, ascending, never the last; "spread" takes `num_taps` evenly, as DFlash."""
     num_taps: int = Field(default=5, ge=1)
     """How many layers "spread" takes."""
     packing: Literal["auto", "packed", "padded", "alone"] = "auto"
@@ -179,7 +179,7 @@ class PlacementSection(Section):
     """Which process runs where."""
 
     mode: Literal["auto", "colocated", "split"] = "auto"
-    """"split": target and drafter processes; "colocated": every process does both; "auto" splits if there are several devices."""
+    """"split": target and drafter processes; "colocated": every process does both; "auto" splits if there are two devices."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Kind of device; "auto" takes CUDA where a driver and a GPU are found."""
     target_workers: int = Field(default=1, ge=1)
