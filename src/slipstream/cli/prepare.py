@@ -1,0 +1,119 @@
+"""`slipstream prepare`: conversations → corpus, with a progress bar and a table of what became of every row."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from slipstream.errors import UsageError
+
+if TYPE_CHECKING:
+    from slipstream.corpus.meta import CorpusMeta
+    from slipstream.corpus.prepare import PrepareOptions
+
+
+def prepare(
+    sources: Annotated[list[Path], typer.Argument(metavar="SRC…", help="JSON lines of conversations.")],
+    target: Annotated[str, typer.Option("--target", help="Target model: local folder, or hub id in the local cache.")],
+    out: Annotated[Path, typer.Option("--out", help="Folder of the corpus; made whole or not at all.")],
+    max_tokens: Annotated[
+        int | None, typer.Option("--max-tokens", help="Cut longer documents; 4096 or the target's longest by default.")
+    ] = None,
+    mask_token_id: Annotated[
+        int | None, typer.Option("--mask-token-id", help="Refuse conversations that hold the drafter's mask token.")
+    ] = None,
+    template_arg: Annotated[
+        list[str] | None,
+        typer.Option("--template-arg", metavar="KEY=VALUE", help="Argument of the chat template, as enable_thinking=false."),
+    ] = None,
+    strict: Annotated[bool, typer.Option("--strict", help="Stop at the first row that cannot be used.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a corpus that is already there.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the corpus' meta as JSON, no bar and no table.")] = False,
+) -> None:
+    """Turn conversations into a token corpus with loss mask, by the target's own chat template.
+
+    Rows may be OpenAI `messages`, ShareGPT `conversations`, prompt/response, instruction/input/output or question/answer.
+    """
+    from slipstream.corpus.prepare import PrepareOptions
+
+    options = PrepareOptions(
+        max_tokens=max_tokens,
+        mask_token_id=mask_token_id,
+        template_arguments=dict(_argument(text) for text in template_arg or ()),
+        strict=strict,
+        overwrite=overwrite,
+    )
+    if as_json:
+        from slipstream.cli.inspect import meta_as_dict
+        from slipstream.corpus.prepare import prepare as run
+
+        typer.echo(json.dumps(meta_as_dict(run(sources, target, out, options)), indent=1))
+        return
+    _print_outcome(_with_bar(sources=sources, target=target, out=out, options=options), out=out)
+
+
+def _argument(text: str) -> tuple[str, Any]:
+    """`key=value`; the value is read as JSON, or taken as text where it is none."""
+    key, equals, value = text.partition("=")
+    if not equals or not key:
+        raise UsageError(
+            key="--template-arg", value=text, rule="is written KEY=VALUE", hint="for example enable_thinking=false"
+        )
+    try:
+        return key, json.loads(value)
+    except json.JSONDecodeError:
+        return key, value
+
+
+def _with_bar(*, sources: list[Path], target: str, out: Path, options: PrepareOptions) -> CorpusMeta:
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+    from slipstream.corpus.prepare import PrepareProgress
+    from slipstream.corpus.prepare import prepare as run
+
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TextColumn("{task.fields[kept]:,} kept, {task.fields[refused]:,} refused"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns) as bar:
+        task = bar.add_task("preparing", total=None, kept=0, refused=0)
+
+        def show(progress: PrepareProgress) -> None:
+            bar.update(
+                task,
+                total=progress.bytes_total,
+                completed=progress.bytes_read,
+                kept=progress.num_documents,
+                refused=progress.num_rejects,
+            )
+
+        return run(sources, target, out, options, show)
+
+
+def _print_outcome(meta: CorpusMeta, *, out: Path) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(title=escape(f"corpus {out}"), title_justify="left", show_header=False)
+    share = meta.num_supervised / max(1, meta.num_tokens)
+    rows: Iterable[tuple[str, str]] = (
+        ("documents", f"{meta.num_documents:,} of {meta.num_rows:,} rows"),
+        ("tokens", f"{meta.num_tokens:,}, the longest document {meta.max_tokens:,}"),
+        ("supervised", f"{meta.num_supervised:,} ({share:.1%})"),
+        ("anchors", f"{meta.num_anchors:,}"),
+        *((f"refused: {reason}", f"{count:,}") for reason, count in meta.rejects.items()),
+        *((f"kept, but {reason}", f"{count:,}") for reason, count in meta.warnings.items()),
+        ("fingerprint", meta.fingerprint[:16]),
+    )
+    for row in rows:
+        table.add_row(*map(escape, row))
+    Console().print(table)
