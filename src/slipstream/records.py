@@ -161,9 +161,11 @@ class BlockBatch:
 class StepResult:
     """What one step computed, still on the device. Flows from trainer to observe.
 
-    All tensors fp32 scalars except the two `[B]` vectors. `loss_sum` and `weight_sum` are over this rank's columns; their
-    quotient over all ranks is the loss. `hits_per_slot` counts argmax = label, `supervised_per_slot` its denominator.
-    `accepted_sum` is the sum over valid anchors of the length of the leading run of hits.
+    All tensors fp32 scalars except the two `[B]` vectors, and summed over all ranks: they travel behind the gradient, in
+    its reduction. `loss_sum` over `weight_sum` is the loss. `hits_per_slot` counts argmax = label, `supervised_per_slot`
+    its denominator. `accepted_sum` is the sum over valid anchors of the length of the leading run of hits. `finite` (bool)
+    tells whether the update was made; `context_tokens` counts real tokens trained on, `unique_tokens` those in their first
+    use; `stop` is how many ranks asked to stop.
     """
 
     step: int
@@ -176,6 +178,9 @@ class StepResult:
     gradient_norm: torch.Tensor
     finite: torch.Tensor
     bad_rows: torch.Tensor
+    context_tokens: torch.Tensor
+    unique_tokens: torch.Tensor
+    stop: torch.Tensor
     learning_rate: float
 
 

@@ -1,0 +1,90 @@
+"""Forward and backward of one use: hidden states in, gradients in the optimizer's sum, figures in the tally.
+
+T context tokens, K taps, D hidden, N anchors, B block size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from slipstream.errors import TargetError
+from slipstream.observe import Account
+from slipstream.records import BlockBatch, HiddenPack
+from slipstream.trainer.prefetch import PreparedColumn
+from slipstream.trainer.tally import ColumnSums, StepTally
+
+
+class Drafter(Protocol):
+    """What the trainer asks of a drafter family."""
+
+    def __call__(self, *, hidden_TKD: Tensor, batch: BlockBatch, embedding_VD: Tensor) -> Tensor:
+        """Hidden states `[N, B, D]` of the block slots, after the final norm."""
+        ...
+
+
+class FrozenEnds(Protocol):
+    """The target's own embedding and head, frozen, in the drafter's type and place."""
+
+    @property
+    def embedding_VD(self) -> Tensor: ...
+    @property
+    def head_VD(self) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnPass:
+    """Computes one use after another. `loss(hidden_NBD=, head_VD=, batch=)` is the objective; `noise` changes hidden states.
+
+    Raises `TargetError` when hidden states come from another target than the run's.
+    """
+
+    drafter: Drafter
+    ends: FrozenEnds
+    loss: Callable[..., ColumnSums]
+    noise: Callable[[Tensor, BlockBatch], Tensor] | None
+    target_fingerprint: str
+    device: torch.device
+    account: Account
+
+    def __call__(self, hidden: HiddenPack, column: PreparedColumn, *, denominator: float, tally: StepTally) -> None:
+        """Forward, loss over the global step's denominator, backward. The slot may be released afterwards."""
+        assert hidden.pack_id == column.use.pack_id, f"pack {hidden.pack_id} came for {column.use.pack_id}"
+        if hidden.target_fingerprint != self.target_fingerprint:
+            raise TargetError(
+                key="target.model",
+                value=hidden.target_fingerprint,
+                rule=f"is not the run's target, {self.target_fingerprint}, yet pack {hidden.pack_id} came from it",
+            )
+        with self.account.state("forward"):
+            bad_rows = count_bad_rows(hidden.hidden_TKD)
+            batch = on_device(column.batch, self.device)
+            hidden_TKD = hidden.hidden_TKD if self.noise is None else self.noise(hidden.hidden_TKD, batch)
+            hidden_NBD = self.drafter(hidden_TKD=hidden_TKD, batch=batch, embedding_VD=self.ends.embedding_VD)
+            sums = self.loss(hidden_NBD=hidden_NBD, head_VD=self.ends.head_VD, batch=batch)
+        with self.account.state("backward"):
+            torch.autograd.backward(sums.loss_sum / denominator)
+        tally.add(sums, bad_rows=bad_rows, context_tokens=column.context_tokens, unique_tokens=column.unique_tokens)
+
+
+@torch.no_grad()
+def count_bad_rows(hidden_TKD: Tensor) -> Tensor:
+    """How many tokens have a value that is not finite: a scalar on the device, one pass over the slot."""
+    sums_T = hidden_TKD.flatten(1).sum(dim=1, dtype=torch.float32)
+    return (~torch.isfinite(sums_T)).sum()
+
+
+def on_device(batch: BlockBatch, device: torch.device) -> BlockBatch:
+    """The same batch with its tensors on `device`; on the CPU it is the same object."""
+    if device.type == "cpu":
+        return batch
+    moved: dict[str, Any] = {
+        field.name: value.to(device, non_blocking=True)
+        for field in fields(batch)
+        if isinstance(value := getattr(batch, field.name), Tensor)
+    }
+    return replace(batch, **moved)

@@ -1,0 +1,174 @@
+"""The training loop: for each step, a pass over this rank's columns, one sum over the ranks, one update, the side jobs.
+
+Waits for: hidden states of the next planned use. Unblocked by: the transport.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from typing import Literal, Protocol
+
+from slipstream.config.recipe import OptimizerSection
+from slipstream.observe import Account
+from slipstream.records import Cursor, HiddenPack, StepResult
+from slipstream.trainer.checkpoint import Checkpoint
+from slipstream.trainer.column import ColumnPass
+from slipstream.trainer.guard import Counters, MetricsRing
+from slipstream.trainer.hooks import Hook
+from slipstream.trainer.learning_rate import learning_rate
+from slipstream.trainer.optim import FlatAdamW
+from slipstream.trainer.prefetch import PreparedStep, StepPrefetch
+from slipstream.trainer.ranks import RankGroup
+from slipstream.trainer.saving import CheckpointWriter
+from slipstream.trainer.tally import StepTally
+
+PREPARED_STEPS = 2
+"""Steps whose batches are built ahead."""
+
+
+class HiddenSource(Protocol):
+    """The consumer end of a transport."""
+
+    def take(self, pack_id: int) -> HiddenPack:
+        """The hidden states of a pack; waits for them. The same again while the pack is live."""
+        ...
+
+    def release(self, pack_id: int) -> None:
+        """The pack's last use is over: its slot is free."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class FitResult:
+    """How `fit` ended: updates finished in all (over resumes), and whether it was asked to stop before the last."""
+
+    step: int
+    status: Literal["finished", "interrupted"]
+    counters: Counters
+
+
+@dataclass(frozen=True, slots=True)
+class Saving:
+    """What the loop needs to write checkpoints: rank 0 has one, no other rank does. `acceptance_at(step)` may know none."""
+
+    writer: CheckpointWriter
+    acceptance_at: Callable[[int], float | None]
+
+
+class Trainer:
+    """Trains one rank's share of the plan. `build.build_trainer` makes one from a recipe."""
+
+    def __init__(
+        self,
+        *,
+        prepare: Callable[[int], PreparedStep],
+        num_steps: int,
+        start_step: int,
+        plan_digest: str,
+        block_size: int,
+        source: HiddenSource,
+        column_pass: ColumnPass,
+        optimizer: FlatAdamW,
+        section: OptimizerSection,
+        checkpoint_every_steps: int,
+        saving: Saving | None,
+        group: RankGroup | None,
+        hooks: Sequence[Hook],
+        counters: Counters,
+        account: Account,
+    ) -> None:
+        self.optimizer, self.source, self.hooks, self.counters = optimizer, source, tuple(hooks), counters
+        self.num_steps, self.start_step, self._plan_digest, self._section = num_steps, start_step, plan_digest, section
+        self._prepare, self._column_pass, self._group, self._account = prepare, column_pass, group, account
+        self._checkpoint_every_steps, self._saving = checkpoint_every_steps, saving
+        self._tally = StepTally(optimizer.extra, block_size=block_size)
+        self._ring = MetricsRing()
+
+    def fit(self, *, stop: Callable[[], bool] = lambda: False) -> FitResult:
+        """Train from `start_step` to the end of the plan, or until `stop()`; the state is saved either way.
+
+        `stop` is asked before every step. A rank alone finishes the step it is in; a group agrees through the reduction
+        and stops one step later, on all ranks at once. Raises `TrainingDiverged`, `CheckpointError`, and whatever the
+        transport or a hook raises.
+        """
+        for hook in self.hooks:
+            hook.on_start(self.start_step)
+        done = self.start_step
+        with ExitStack() as stack:
+            stack.callback(self._finish_saving)
+            steps = range(done, self.num_steps)
+            prefetch = stack.enter_context(StepPrefetch(self._prepare, steps=steps, depth=PREPARED_STEPS))
+            for prepared in prefetch:
+                stopping = self._one_step(prepared, stop_asked=stop())
+                done = prepared.index + 1
+                if stopping:
+                    break
+        status: Literal["finished", "interrupted"] = "finished" if done == self.num_steps else "interrupted"
+        for hook in self.hooks:
+            hook.on_end(done, status)
+        return FitResult(step=done, status=status, counters=self.counters)
+
+    def _one_step(self, prepared: PreparedStep, *, stop_asked: bool) -> bool:
+        """A step and its side jobs. Returns whether to stop."""
+        if self._saving is not None:
+            self._saving.writer.check()
+        for hook in self.hooks:
+            hook.before_step(prepared.index)
+        began = time.perf_counter()
+        result = self.train_step(prepared, stop_asked=stop_asked)
+        self._ring.push(result, epoch=prepared.epoch, seconds=time.perf_counter() - began)
+        done = prepared.index + 1
+        due = done % self._checkpoint_every_steps == 0 or done == self.num_steps
+        records = self._ring.drain(all_of_it=due)
+        stopping = stop_asked if self._group is None else any(record.stop for record in records)
+        if stopping and not due:
+            records += self._ring.drain(all_of_it=True)
+        with self._account.state("hooks"):
+            for hook in self.hooks:
+                hook.after_step(done, records)
+        if due or stopping:
+            self._checkpoint(done)
+        return stopping
+
+    def train_step(self, prepared: PreparedStep, *, stop_asked: bool = False) -> StepResult:
+        """Gradients of all columns of all ranks, then one update."""
+        optimizer, tally, account = self.optimizer, self._tally, self._account
+        optimizer.zero_grad()
+        if stop_asked:
+            tally.ask_to_stop()
+        for column in prepared.columns:
+            with account.state("wait_input"):
+                hidden = self.source.take(column.use.pack_id)
+            self._column_pass(hidden, column, denominator=prepared.denominator, tally=tally)
+            if column.use.is_last:
+                self.source.release(column.use.pack_id)
+        if self._group is not None:
+            with account.state("wait_peer"):
+                self._group.all_reduce_sum(optimizer.reduced)
+        rate = learning_rate(step=prepared.index, num_steps=self.num_steps, optimizer=self._section)
+        with account.state("optimizer"):
+            norm, good = optimizer.step(learning_rate=rate, finite=tally.finite())
+        return tally.result(step=prepared.index, gradient_norm=norm, finite=good, learning_rate=rate)
+
+    def _checkpoint(self, done: int) -> None:
+        if self._saving is None:
+            return
+        with self._account.state("checkpoint"):
+            self._saving.writer.save(
+                Checkpoint(
+                    cursor=Cursor(step=done, plan_digest=self._plan_digest),
+                    state=self.optimizer.state(),
+                    counters=asdict(self.counters),
+                    acceptance_length=self._saving.acceptance_at(done),
+                )
+            )
+        for hook in self.hooks:
+            hook.on_checkpoint(done)
+
+    def _finish_saving(self) -> None:
+        if self._saving is not None:
+            with self._account.state("checkpoint"):
+                self._saving.writer.wait()

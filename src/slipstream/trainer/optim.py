@@ -1,0 +1,194 @@
+"""AdamW on flat fp32 buffers: masters, moments and gradient sums, whatever type the drafter computes in.
+
+A step that is not finite changes nothing (weights, moments, count of good steps) and no CPU waits to find out: the
+update is a `where` on the device. Waits for: the backward passes of all columns, summed over ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.config.recipe import OptimizerSection
+from slipstream.errors import CheckpointError
+
+ALIGN_ELEMENTS = 64
+"""Every parameter starts at a multiple of this in the flat buffers: 128 bytes in bf16, so that kernels see aligned views."""
+
+CHUNK_ELEMENTS = 1 << 22
+"""Elements updated at once: bounds the temporaries of an update to a few times 16 MiB."""
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Where a parameter lies in the flat buffers, in elements."""
+
+    name: str
+    start: int
+    shape: torch.Size
+
+    @property
+    def stop(self) -> int:
+        """One past the last element."""
+        return self.start + self.shape.numel()
+
+    def view(self, flat: Tensor) -> Tensor:
+        """The parameter's own part of a flat buffer, in its shape."""
+        return flat[self.start : self.stop].view(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerState:
+    """What a checkpoint holds of the optimizer: fp32 tensors by parameter name, and the count of good steps (int64 scalar)."""
+
+    master: dict[str, Tensor]
+    exp_avg: dict[str, Tensor]
+    exp_avg_sq: dict[str, Tensor]
+    good_steps: Tensor
+
+
+class FlatAdamW:
+    """AdamW (decoupled decay, on matrices only) over all trainable parameters of a module, as one vector.
+
+    Takes the parameters over: they become views of one compute buffer (of the masters themselves in fp32), and a hook on
+    each adds its gradient to the flat sum and drops it. `num_extra` fp32 elements at the end of the gradient buffer belong
+    to the caller and are reduced with it. The rule is torch.optim.AdamW's (Loshchilov & Hutter, arXiv 1711.05101).
+    """
+
+    def __init__(self, module: nn.Module, *, section: OptimizerSection, num_extra: int = 0) -> None:
+        self.section = section
+        named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
+        assert named, "a drafter without trainable parameters"
+        dtypes = {parameter.dtype for _, parameter in named}
+        assert len(dtypes) == 1, f"parameters of several types: {dtypes}"
+        device = named[0][1].device
+        self.regions, self._num_decayed, size = _lay_out(named)
+        self.num_parameters = sum(parameter.numel() for _, parameter in named)
+        self.master = torch.zeros(size, dtype=torch.float32, device=device)
+        self.exp_avg = torch.zeros_like(self.master)
+        self.exp_avg_sq = torch.zeros_like(self.master)
+        self.reduced = torch.zeros(size + num_extra, dtype=torch.float32, device=device)
+        self.gradient = self.reduced[:size]
+        self.extra = self.reduced[size:]
+        self.good_steps = torch.zeros((), dtype=torch.int64, device=device)
+        is_fp32 = dtypes == {torch.float32}
+        self._compute = self.master if is_fp32 else torch.zeros(size, dtype=dtypes.pop(), device=device)
+        for name, parameter in named:
+            self._take_over(parameter, self._region(name))
+
+    def zero_grad(self) -> None:
+        """Start a step: clear the gradient sums and what the caller keeps behind them."""
+        self.reduced.zero_()
+
+    @torch.no_grad()
+    def step(self, *, learning_rate: float, finite: Tensor) -> tuple[Tensor, Tensor]:
+        """One update from the summed gradient, unless it or `finite` (bool scalar on the device) says no.
+
+        Returns the global norm before clipping (fp32 scalar) and whether the update was made (bool scalar); reads neither.
+        """
+        norm = torch.linalg.vector_norm(self.gradient)
+        good = torch.isfinite(norm) & finite
+        clip = (self.section.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+        count = self.good_steps + 1
+        self.good_steps.copy_(torch.where(good, count, self.good_steps))
+        count = count.to(torch.float64)
+        correction1 = 1 - torch.pow(self.section.beta1, count)
+        correction2_sqrt = (1 - torch.pow(self.section.beta2, count)).sqrt()
+        step_size = learning_rate / correction1
+        decay = 1 - learning_rate * self.section.weight_decay
+        for start, stop, factor in self._chunks(decay):
+            self._update(slice(start, stop), factor=factor, clip=clip, step_size=step_size, root=correction2_sqrt, good=good)
+        return norm, good
+
+    def state(self) -> OptimizerState:
+        """A copy of everything a checkpoint needs, on the CPU; training may go on while it is written."""
+        copies = [_on_cpu(flat) for flat in (self.master, self.exp_avg, self.exp_avg_sq)]
+        master, exp_avg, exp_avg_sq = ({region.name: region.view(copy) for region in self.regions} for copy in copies)
+        return OptimizerState(master=master, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, good_steps=_on_cpu(self.good_steps))
+
+    @torch.no_grad()
+    def load_state(self, state: OptimizerState) -> None:
+        """Take over a checkpoint's state, weights included. Raises `CheckpointError` when names or shapes differ."""
+        self.load_weights(state.master)
+        self._fill(self.exp_avg, state.exp_avg, what="exp_avg")
+        self._fill(self.exp_avg_sq, state.exp_avg_sq, what="exp_avg_sq")
+        self.good_steps.copy_(state.good_steps)
+
+    @torch.no_grad()
+    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Set masters and compute weights by name. Raises `CheckpointError` when names or shapes differ."""
+        self._fill(self.master, weights, what="weights")
+        self._compute.copy_(self.master)
+
+    def _update(self, part: slice, *, factor: float, clip: Tensor, step_size: Tensor, root: Tensor, good: Tensor) -> None:
+        section, master = self.section, self.master[part]
+        exp_avg, exp_avg_sq = self.exp_avg[part], self.exp_avg_sq[part]
+        gradient = self.gradient[part] * clip
+        new_avg = torch.lerp(exp_avg, gradient, 1 - section.beta1)
+        new_sq = (exp_avg_sq * section.beta2).addcmul_(gradient, gradient, value=1 - section.beta2)
+        denominator = (new_sq.sqrt() / root).add_(section.eps)
+        new_master = (master * factor).sub_(new_avg / denominator * step_size)
+        master.copy_(torch.where(good, new_master, master))
+        exp_avg.copy_(torch.where(good, new_avg, exp_avg))
+        exp_avg_sq.copy_(torch.where(good, new_sq, exp_avg_sq))
+        if self._compute is not self.master:
+            self._compute[part].copy_(master)
+
+    def _chunks(self, decay: float) -> list[tuple[int, int, float]]:
+        """Parts of the flat buffers with the factor that decay puts on each; matrices lie first."""
+        spans = ((0, self._num_decayed, decay), (self._num_decayed, len(self.master), 1.0))
+        return [
+            (start, min(start + CHUNK_ELEMENTS, stop), factor)
+            for first, stop, factor in spans
+            for start in range(first, stop, CHUNK_ELEMENTS)
+        ]
+
+    @torch.no_grad()
+    def _take_over(self, parameter: nn.Parameter, region: Region) -> None:
+        region.view(self.master).copy_(parameter)
+        view = region.view(self._compute)
+        view.copy_(parameter)
+        parameter.data = view
+        gradient = region.view(self.gradient)
+
+        def add_to_sum(leaf: Tensor) -> None:
+            assert leaf.grad is not None
+            gradient.add_(leaf.grad)
+            leaf.grad = None
+
+        parameter.register_post_accumulate_grad_hook(add_to_sum)
+
+    def _region(self, name: str) -> Region:
+        return next(region for region in self.regions if region.name == name)
+
+    def _fill(self, flat: Tensor, given: Mapping[str, Tensor], *, what: str) -> None:
+        ours = {region.name: tuple(region.shape) for region in self.regions}
+        theirs = {name: tuple(tensor.shape) for name, tensor in given.items()}
+        if ours != theirs:
+            wrong = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
+            shown = ", ".join(f"{name}: {theirs.get(name)} for {ours.get(name)}" for name in wrong[:3])
+            raise CheckpointError(
+                key="drafter", value=f"{len(wrong)} tensors of {what}", rule=f"names or shapes are not this drafter's ({shown})"
+            )
+        for region in self.regions:
+            region.view(flat).copy_(given[region.name])
+
+
+def _lay_out(named: list[tuple[str, nn.Parameter]]) -> tuple[tuple[Region, ...], int, int]:
+    """Regions with matrices first; the end of the matrices; the size of the whole."""
+    matrices = [entry for entry in named if entry[1].ndim >= 2]
+    vectors = [entry for entry in named if entry[1].ndim < 2]
+    regions, start, num_decayed = [], 0, 0
+    for name, parameter in matrices + vectors:
+        region = Region(name=name, start=start, shape=parameter.shape)
+        regions.append(region)
+        start = -(-region.stop // ALIGN_ELEMENTS) * ALIGN_ELEMENTS
+        num_decayed = start if parameter.ndim >= 2 else num_decayed
+    return tuple(regions), num_decayed, start
+
+
+def _on_cpu(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True)
