@@ -1,0 +1,10 @@
+"""Stage 3 of 6: packs → the frozen target's hidden states, written into slots. Waits for: a free slot. Unblocked by: the
+consumer that finished with one.
+
+Inside: `capture` (what every target offers, and the write into a slot), `layouts` (how a pack's documents share a forward),
+`loading` (only the layers that are needed), `huggingface` (the runner), `isolation` (proof that documents do not see each
+other), `generate` and `answers` (the target's own answers), `ends` (frozen embedding and head), `fingerprint`, `parity`
+(what `slipstream check` proves), `fake` (a target for tests).
+
+Importing the package imports no torch, so that preflight can read a target's fingerprint.
+"""

@@ -1,0 +1,84 @@
+"""What every target offers, and how a layer's output becomes rows of a slot. Runs inside the forward pass itself.
+
+Shape letters: T context tokens of a pack · K tapped layers · D hidden size · R rows of a forward · L tokens of a row · S tokens
+of one document.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.records import Pack
+from slipstream.target.layouts import Span
+
+
+class Target(Protocol):
+    """A frozen model that turns a pack into hidden states. What it writes is a function of the pack's documents alone."""
+
+    fingerprint: str
+    """Identity of the weights and the config."""
+    bad_rows: Tensor
+    """int64 scalar on the target's device: token rows, over all captures, in which some tap was not finite."""
+
+    @property
+    def num_taps(self) -> int:
+        """K."""
+
+    @property
+    def hidden_size(self) -> int:
+        """D."""
+
+    def capture(self, pack: Pack, *, hidden_TKD: Tensor, last_hidden_TD: Tensor | None = None) -> int:
+        """Write the pack's hidden states into a slot `[T, K, D]` of any floating type; returns how many rows are real."""
+
+
+class SlotWriter:
+    """Forward hooks on the tapped layers, which write straight into the open slot, so that no layer's output outlives it.
+
+    Non-finite values become 0 by selection, never by a product (0 · NaN is NaN); the rows they stood in are counted on the
+    device. Padding rows are 0. Inside the model a NaN knows no mask: in a packed row it spoils every document, and all their
+    rows are counted.
+    """
+
+    def __init__(self, *, layers: Sequence[nn.Module], device: torch.device) -> None:
+        self.bad_rows = torch.zeros((), dtype=torch.int64, device=device)
+        self._hidden_TKD: Tensor | None = None
+        self._spans: tuple[Span, ...] = ()
+        self._bad_T: Tensor = torch.zeros(0, dtype=torch.bool, device=device)
+        for tap, layer in enumerate(layers):
+            layer.register_forward_hook(self._hook(tap))
+
+    def open(self, hidden_TKD: Tensor, *, num_tokens: int) -> None:
+        """Begin a pack: clear its padding rows and the row flags."""
+        hidden_TKD[num_tokens:].zero_()
+        self._hidden_TKD = hidden_TKD
+        self._bad_T = torch.zeros(num_tokens, dtype=torch.bool, device=self.bad_rows.device)
+
+    def expect(self, spans: tuple[Span, ...]) -> None:
+        """Say which rows of the pack the next forward computes, and where in its own rows they lie."""
+        self._spans = spans
+
+    def write_rows(self, destination_TD: Tensor, hidden_RLD: Tensor) -> None:
+        """Copy the expected rows of one layer's output, cast first: what overflows the slot's type is not finite there."""
+        for span in self._spans:
+            rows = slice(span.start, span.start + span.length)
+            hidden_SD = hidden_RLD[span.row, : span.length].to(destination_TD.dtype)
+            finite_SD = torch.isfinite(hidden_SD)
+            destination_TD[rows] = torch.where(finite_SD, hidden_SD, torch.zeros_like(hidden_SD))
+            self._bad_T[rows] |= ~finite_SD.all(dim=-1)
+
+    def close(self) -> None:
+        """End a pack: add its bad rows to the count, and let go of the slot."""
+        self.bad_rows += self._bad_T.sum()
+        self._hidden_TKD, self._spans = None, ()
+
+    def _hook(self, tap: int) -> Any:
+        def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
+            if self._hidden_TKD is not None:
+                self.write_rows(self._hidden_TKD[:, tap], output[0] if isinstance(output, tuple) else output)
+
+        return hook

@@ -1,0 +1,175 @@
+"""The target runner for any decoder-only model that transformers can load: pack in, hidden states in the slot.
+
+Hidden state k of a token is the output of decoder layer `tap_layers[k]` (0-based), that is `hidden_states[tap + 1]` of
+transformers; the model ends after the last tapped layer. Shape letters as in `capture`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.config import TargetInfo
+from slipstream.errors import TargetError
+from slipstream.records import Int64Array, Pack
+from slipstream.target.capture import SlotWriter
+from slipstream.target.fingerprint import fingerprint_target
+from slipstream.target.isolation import Leak, measure_leak, probe_pack
+from slipstream.target.layouts import Packing, lay_out
+from slipstream.target.loading import DTYPES, decoder_layers, load_decoder, load_full
+
+__all__ = ["HuggingFaceTarget", "load_full", "load_target"]
+
+HISTORY_ROPE = ("dynamic", "longrope")
+"""Rotary embeddings that change with the longest sequence of a forward: above their original length, a document's hidden
+states would depend on what else is in the pack."""
+
+
+class HuggingFaceTarget:
+    """A frozen transformers model, cut after its last tap. Made by `load_target`."""
+
+    def __init__(self, *, model: Any, info: TargetInfo, tap_layers: Sequence[int], last_hidden: bool) -> None:
+        self.info, self.tap_layers, self.last_hidden = info, tuple(tap_layers), last_hidden
+        self.packing = Packing.ALONE
+        self.fingerprint = fingerprint_target(info)
+        self._model = model
+        self._device = next(model.parameters()).device
+        layers = decoder_layers(model, count=model.config.num_hidden_layers)
+        self._writer = SlotWriter(layers=[layers[tap] for tap in self.tap_layers], device=self._device)
+        self._longest = _longest_document(model.config)
+
+    @property
+    def num_taps(self) -> int:
+        """K, the captured layers."""
+        return len(self.tap_layers)
+
+    @property
+    def hidden_size(self) -> int:
+        """D."""
+        return self.info.hidden_size
+
+    @property
+    def bad_rows(self) -> Tensor:
+        """int64 scalar on the device: token rows, over all captures, in which some captured value was not finite."""
+        return self._writer.bad_rows
+
+    def capture(self, pack: Pack, *, hidden_TKD: Tensor, last_hidden_TD: Tensor | None = None) -> int:
+        """Write the pack's hidden states into `hidden_TKD` `[T, K, D]`, any floating type; returns how many rows are real.
+
+        `last_hidden_TD` `[T, D]` takes the last layer's output after the final norm, for targets loaded with `last_hidden`.
+        Values that are not finite are written as 0 and their rows counted in `bad_rows`; padding rows are 0. The same pack
+        gives the same bits whatever ran before. Raises `TargetError` for a document that the target's rotary embedding
+        cannot treat alone.
+        """
+        return self._capture(pack, packing=self.packing, hidden_TKD=hidden_TKD, last_hidden_TD=last_hidden_TD)
+
+    def hidden_states(self, pack: Pack, *, packing: Packing) -> Tensor:
+        """Hidden states `[T, K, D]` of a pack under any packing, in the target's own type, in new memory: for proofs."""
+        shape = (pack.capacity_tokens, self.num_taps, self.hidden_size)
+        hidden_TKD = torch.zeros(shape, dtype=self._model.dtype, device=self._device)
+        last_hidden_TD = torch.zeros_like(hidden_TKD[:, 0]) if self.last_hidden else None
+        self._capture(pack, packing=packing, hidden_TKD=hidden_TKD, last_hidden_TD=last_hidden_TD)
+        return hidden_TKD
+
+    def leak(self, *, packing: Packing, pack: Pack | None = None) -> Leak:
+        """How far documents reach each other under a packing, on a given pack or on short random documents."""
+        vocab_size = self.info.vocab_size
+        return measure_leak(self, pack=pack or probe_pack(vocab_size=vocab_size), packing=packing, vocab_size=vocab_size)
+
+    def _capture(self, pack: Pack, *, packing: Packing, hidden_TKD: Tensor, last_hidden_TD: Tensor | None) -> int:
+        assert hidden_TKD.shape == (pack.capacity_tokens, self.num_taps, self.hidden_size), hidden_TKD.shape
+        assert (last_hidden_TD is not None) == self.last_hidden, "last_hidden slots go with last_hidden=True, and only so"
+        self._refuse_long_documents(pack)
+        with torch.inference_mode():
+            self._writer.open(hidden_TKD, num_tokens=pack.num_tokens)
+            if last_hidden_TD is not None:
+                last_hidden_TD[pack.num_tokens :].zero_()
+            for forward in lay_out(pack, packing=packing):
+                self._writer.expect(forward.spans)
+                # No cache and no mask: only then does transformers read document borders off the position ids.
+                output = self._model(
+                    input_ids=self._to_device(forward.token_ids),
+                    position_ids=self._to_device(forward.position_ids),
+                    use_cache=False,
+                )
+                if last_hidden_TD is not None:
+                    self._writer.write_rows(last_hidden_TD, output.last_hidden_state)
+            self._writer.close()
+        return pack.num_tokens
+
+    def _to_device(self, array: Int64Array) -> Tensor:
+        tensor = torch.from_numpy(array)
+        return tensor if self._device.type == "cpu" else tensor.pin_memory().to(self._device, non_blocking=True)
+
+    def _refuse_long_documents(self, pack: Pack) -> None:
+        longest = int(pack.position_ids[: pack.num_tokens].max(initial=0)) + 1
+        if self._longest is not None and longest > self._longest:
+            raise TargetError(
+                key="max_document_tokens",
+                value=longest,
+                rule=f"this target changes its rotary embedding beyond {self._longest} tokens, for every document of the pack",
+                hint=f"prepare the corpus with documents of at most {self._longest} tokens",
+            )
+
+
+def load_target(
+    *,
+    info: TargetInfo,
+    dtype: str,
+    tap_layers: Sequence[int],
+    device: str = "cpu",
+    packing: str = "auto",
+    last_hidden: bool = False,
+) -> HuggingFaceTarget:
+    """Load a target up to its last tapped layer (whole, with its final norm, for `last_hidden`) and settle how it packs.
+
+    `dtype` "bfloat16" or "float32"; `packing` "auto", "packed", "padded" or "alone". A packing is only accepted after a probe
+    found that documents do not change each other by a single bit; "auto" takes the first that passes. Raises `TargetError`.
+    """
+    taps = list(tap_layers)
+    if not taps or taps != sorted(set(taps)) or taps[0] < 0 or taps[-1] > info.num_layers - 2:
+        raise TargetError(
+            key="target.tap_layers",
+            value=taps,
+            rule=f"must be ascending ids from 0 to {info.num_layers - 2}, without repeats",
+        )
+    if dtype not in DTYPES:
+        raise TargetError(key="target.dtype", value=dtype, rule=f"must be one of {', '.join(DTYPES)}")
+    model = load_decoder(info=info, dtype=dtype, device=device, num_layers=None if last_hidden else taps[-1] + 1)
+    target = HuggingFaceTarget(model=model, info=info, tap_layers=taps, last_hidden=last_hidden)
+    target.packing = _settle_packing(target, asked=packing)
+    return target
+
+
+def _settle_packing(target: HuggingFaceTarget, *, asked: str) -> Packing:
+    if asked == "auto":
+        # A recurrent state runs through a packed row by construction: not worth a probe, which might be blind to a faint one.
+        tried = (Packing.PADDED,) if target.info.is_hybrid else (Packing.PACKED, Packing.PADDED)
+        return next((packing for packing in tried if target.leak(packing=packing).isolated), Packing.ALONE)
+    packing = Packing(asked)
+    if packing is Packing.ALONE:
+        return packing
+    leak = target.leak(packing=packing)
+    if not leak.isolated:
+        cause = "its linear-attention layers carry their state across them" if target.info.is_hybrid else "found by a probe"
+        raise TargetError(
+            key="target.packing",
+            value=asked,
+            rule=f"documents of a pack change each other's hidden states, by {leak.others:.2g} of their maximum ({cause})",
+            hint='use "auto", "padded" or "alone"' if packing is Packing.PACKED else 'use "auto" or "alone"',
+        )
+    return packing
+
+
+def _longest_document(config: Any) -> int | None:
+    rope = getattr(config, "rope_parameters", None) or {}
+    parameters = [rope, *(value for value in rope.values() if isinstance(value, dict))]
+    if not any(entry.get("rope_type") in HISTORY_ROPE for entry in parameters):
+        return None
+    original = next(
+        (entry["original_max_position_embeddings"] for entry in parameters if "original_max_position_embeddings" in entry), None
+    )
+    return int(original or config.max_position_embeddings)
