@@ -1,0 +1,42 @@
+"""Stage 5 of 6: hidden states -> predictions for every slot of every block.
+
+Waits for: a hidden pack that its transport verified. Unblocked by: the target. It hands nothing on before its step has run
+backward; the slot is free when that is done, not when it is read.
+"""
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from slipstream.config import DrafterShape
+from slipstream.drafter.blocks import batch_to, make_block_batch
+from slipstream.drafter.decode import DraftContext
+from slipstream.drafter.dflash import DFlashDrafter
+from slipstream.drafter.noise import noise_std
+
+FAMILIES: Mapping[str, Callable[..., DFlashDrafter]] = {"dflash": DFlashDrafter}
+"""Drafter families by `drafter.type` of a recipe."""
+
+
+def build_drafter(
+    *, shape: DrafterShape, dtype: str, device: str, seed: int, attention: str, family: str = "dflash"
+) -> DFlashDrafter:
+    """A new drafter with weights from a seed, the same on every device. `dtype` is "bfloat16" or "float32".
+
+    `attention` is "auto" (flex on CUDA, SDPA on CPU), "sdpa" or "flex".
+    """
+    types = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+    drafter = FAMILIES[family](shape=shape, dtype=types[dtype], device=torch.device(device), attention=attention)
+    drafter.initialise(seed=seed)
+    return drafter
+
+
+__all__ = [
+    "FAMILIES",
+    "DFlashDrafter",
+    "DraftContext",
+    "batch_to",
+    "build_drafter",
+    "make_block_batch",
+    "noise_std",
+]

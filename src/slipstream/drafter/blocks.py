@@ -1,0 +1,82 @@
+"""From a pack and its anchors to what the drafter computes on: block tokens, positions, labels and supervised rows.
+
+Slot 0 holds the anchor token and predicts nothing; slot k predicts the token k places after the anchor (fill-in layout).
+
+Shape letters: T context tokens · N anchors · B block size · M supervised rows, padded to whole chunks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import torch
+
+from slipstream.records import BlockBatch, BoolArray, Int64Array, Pack, Use
+
+
+def make_block_batch(*, pack: Pack, use: Use, block_size: int, mask_token_id: int, chunk_rows: int) -> BlockBatch:
+    """The blocks of one use, as CPU tensors.
+
+    Slot k is supervised as long as the loss mask is true on every token from the anchor's next to its own and these lie
+    in the anchor's document: the first hole ends the block. Rows are padded to a multiple of `chunk_rows`.
+    """
+    valid = use.anchor_valid
+    anchors = np.where(valid, use.anchors, 0).astype(np.int64)
+    document = np.searchsorted(pack.starts, anchors, side="right") - 1
+    starts = np.where(valid, pack.starts[document], 0).astype(np.int64)
+    ends = pack.starts[np.minimum(document + 1, len(pack.starts) - 1)].astype(np.int64)
+    offsets = np.arange(block_size, dtype=np.int64)
+    rows = np.minimum(anchors[:, None] + offsets, pack.capacity_tokens - 1)
+    supervised = _supervised(pack=pack, rows=rows, ends=ends, anchors=anchors, valid=valid)
+    assert np.array_equal(supervised.sum(axis=0), use.supervised_per_slot), (
+        f"pack {pack.pack_id}, use {use.use_number}: the plan counted {use.supervised_per_slot.tolist()} supervised slots, "
+        f"the blocks have {supervised.sum(axis=0).tolist()}"
+    )
+    tokens = np.full((len(anchors), block_size), mask_token_id, dtype=np.int64)
+    tokens[:, 0] = np.where(valid, pack.token_ids[anchors], mask_token_id)
+    positions = np.where(valid, pack.position_ids[anchors], 0).astype(np.int64)[:, None] + offsets
+    real = np.flatnonzero(supervised)
+    return BlockBatch(
+        pack_id=pack.pack_id,
+        use_number=use.use_number,
+        step=use.step,
+        context_positions_T=torch.from_numpy(pack.position_ids.astype(np.int64)),
+        context_document_T=torch.from_numpy(pack.document_of_token().astype(np.int64)),
+        anchors_N=torch.from_numpy(anchors),
+        anchor_start_N=torch.from_numpy(starts),
+        anchor_valid_N=torch.from_numpy(valid.copy()),
+        block_token_ids_NB=torch.from_numpy(tokens),
+        positions_NB=torch.from_numpy(positions),
+        labels_NB=torch.from_numpy(np.where(supervised, pack.token_ids[rows], 0).astype(np.int64)),
+        supervised_NB=torch.from_numpy(supervised),
+        rows_M=torch.from_numpy(_padded(real, chunk_rows)),
+        num_rows=len(real),
+    )
+
+
+def batch_to(batch: BlockBatch, *, device: torch.device | str) -> BlockBatch:
+    """The same batch with its tensors on a device; copies from pinned memory do not block."""
+    moved: dict[str, Any] = {
+        field.name: value.to(device, non_blocking=True)
+        for field in dataclasses.fields(batch)
+        if isinstance(value := getattr(batch, field.name), torch.Tensor)
+    }
+    return dataclasses.replace(batch, **moved)
+
+
+def _supervised(*, pack: Pack, rows: Int64Array, ends: Int64Array, anchors: Int64Array, valid: BoolArray) -> BoolArray:
+    offsets = np.arange(rows.shape[1], dtype=np.int64)
+    inside = pack.loss_mask[rows] & (anchors[:, None] + offsets < ends[:, None])
+    inside[:, 0] = valid
+    supervised: BoolArray = np.logical_and.accumulate(inside, axis=1)
+    supervised[:, 0] = False
+    return supervised
+
+
+def _padded(rows: Int64Array, chunk_rows: int) -> Int64Array:
+    """Rows followed by 0s up to a multiple of the chunk: row 0 is slot 0 of block 0, which is never supervised."""
+    padded = np.zeros(-(-len(rows) // chunk_rows) * chunk_rows, dtype=np.int64)
+    padded[: len(rows)] = rows
+    return padded

@@ -1,0 +1,200 @@
+"""DFlash: a drafter that fills a block of masked slots at once, reading the target's hidden states as keys and values.
+
+After arXiv 2602.06036 and the served behaviour of the `dflash` package. The embedding and the head are the target's.
+
+Shape letters: T context tokens · N anchors · B block size · Q = N * B · K tapped layers · D hidden · V vocabulary.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from slipstream.config import DrafterShape
+from slipstream.drafter.attention import AttentionKernel, SdpaAttention, choose_attention
+from slipstream.drafter.decode import DraftContext
+from slipstream.drafter.layers import DecoderLayer, Linear, RMSNorm, Rope, rope_tables
+from slipstream.drafter.masks import IntArray, make_spans
+from slipstream.drafter.noise import add_noise
+from slipstream.records import BlockBatch, BoolArray
+
+Masks = Mapping[str, Any]
+"""By kind of layer, what the drafter's attention made of a batch's spans."""
+
+
+class DFlashDrafter(nn.Module):
+    """The drafter's trained weights, named as servers read them, with a training pass and a decode mode over the same code.
+
+    `shape` fixes all dimensions, `dtype` the compute type of weights and activations.
+    """
+
+    def __init__(self, *, shape: DrafterShape, dtype: torch.dtype, device: torch.device, attention: str) -> None:
+        super().__init__()
+        hidden, eps = shape.hidden_size, shape.rms_norm_eps
+        with torch.device(device):
+            self.layers = nn.ModuleList(DecoderLayer(shape=shape, dtype=dtype) for _ in range(shape.num_layers))
+            self.fc = Linear(inputs=shape.num_taps * hidden, outputs=hidden, dtype=dtype)
+            self.hidden_norm = RMSNorm(size=hidden, eps=eps, dtype=dtype)
+            self.norm = RMSNorm(size=hidden, eps=eps, dtype=dtype)
+        self.shape = shape
+        self.dtype = dtype
+        self.kernel = choose_attention(name=attention, device=device)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.fc.weight.device
+
+    def initialise(self, *, seed: int) -> None:
+        """Fill matrices with normal(0, `initializer_range`) and norms with ones: the same values on every device."""
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for weight in self.parameters():
+                if weight.dim() == 1:
+                    weight.fill_(1.0)
+                else:
+                    weight.copy_(torch.randn(weight.shape, generator=generator) * self.shape.initializer_range)
+
+    def make_masks(self, batch: BlockBatch) -> Masks:
+        """Masks of a batch for all layers. From a batch on the CPU this waits for nothing; from one on CUDA, for the GPU."""
+        anchors, starts, valid = (
+            tensor.cpu().numpy() for tensor in (batch.anchors_N, batch.anchor_start_N, batch.anchor_valid_N)
+        )
+        return self._masks(
+            kernel=self.kernel,
+            anchors=anchors,
+            starts=starts,
+            valid=valid,
+            context_tokens=len(batch.context_positions_T),
+            block_size=batch.positions_NB.shape[1],
+        )
+
+    def forward(
+        self,
+        *,
+        hidden_TKD: torch.Tensor,
+        batch: BlockBatch,
+        embedding_VD: torch.Tensor,
+        masks: Masks | None = None,
+        noise_std: float = 0.0,
+        noise_seed: int = 0,
+    ) -> torch.Tensor:
+        """Hidden states `[N, B, D]` of all block slots after the final norm, in the compute type.
+
+        `hidden_TKD` is a slot's content in any float type, taps ascending; tensors of `batch` are on the drafter's device.
+        `masks` are `make_masks(batch)`, made here if not given. `noise_std` is relative (see `add_noise`). Context rows that
+        no anchor sees, padding above all, may hold anything, NaN included: they are replaced by 0.
+        """
+        masks = self.make_masks(batch) if masks is None else masks
+        seen_T = _seen_rows(batch)
+        hidden_TKD = torch.where(seen_T[:, None, None], hidden_TKD, torch.zeros((), dtype=hidden_TKD.dtype, device=self.device))
+        hidden_TKD = add_noise(hidden_TKD, std=noise_std, seed=noise_seed, pack_id=batch.pack_id, use_number=batch.use_number)
+        context_TD = self._fuse(hidden_TKD)
+        context_rope = self._rope(batch.context_positions_T)
+        own_rope = self._rope(batch.positions_NB.flatten())
+        x_QD = F.embedding(batch.block_token_ids_NB.flatten(), embedding_VD).to(self.dtype)
+        for layer, kind in zip(self._layers(), self.shape.layer_types, strict=True):
+            key, value = layer.self_attn.key_value(context_TD, context_rope)
+            attend = functools.partial(self.kernel.attend, mask=masks[kind])
+            x_QD = layer(x_QD, rope=own_rope, context_key_GTC=key, context_value_GTC=value, attend=attend)
+        output: torch.Tensor = self.norm(x_QD)
+        return output.view(*batch.positions_NB.shape, -1)
+
+    def new_context(self) -> DraftContext:
+        """An empty context for decoding one sequence."""
+        shape = self.shape
+        empty = self.fc.weight.new_empty(shape.num_key_value_heads, 0, shape.head_dim)
+        return DraftContext(keys=[empty] * shape.num_layers, values=[empty] * shape.num_layers)
+
+    @torch.no_grad()
+    def extend_context(self, context: DraftContext, hidden_SKD: torch.Tensor, start_position: int) -> None:
+        """Add the target's hidden states of tokens `start_position` to `start_position + S - 1` to a context.
+
+        The context must reach `start_position`; what it held from there on is replaced.
+        """
+        assert start_position <= context.length, "hidden states of a context come without gaps"
+        positions = torch.arange(start_position, start_position + len(hidden_SKD), device=self.device)
+        fused, rope = self._fuse(hidden_SKD), self._rope(positions)
+        for index, layer in enumerate(self._layers()):
+            key, value = layer.self_attn.key_value(fused, rope)
+            context.write(layer=index, start=start_position, key_GSC=key, value_GSC=value)
+        context.length = start_position + len(hidden_SKD)
+
+    @torch.no_grad()
+    def draft(
+        self, context: DraftContext, token_ids_B: torch.Tensor, start_position: int, embedding_VD: torch.Tensor
+    ) -> torch.Tensor:
+        """Hidden states `[B, D]` of one block after the final norm; the context is left as it was.
+
+        `token_ids_B` is the anchor's token, at `start_position`, then mask tokens; a block may be shorter than the trained
+        size. Only context before `start_position` is read, and all of it must be there.
+        """
+        assert context.length >= start_position, "the context ends before the anchor"
+        kernel = SdpaAttention()  # one block is no work for flex, and its lengths are not multiples of 128
+        masks = self._masks(
+            kernel=kernel,
+            anchors=np.array([start_position]),
+            starts=np.array([0]),
+            valid=np.array([True]),
+            context_tokens=start_position,
+            block_size=len(token_ids_B),
+        )
+        rope = self._rope(torch.arange(start_position, start_position + len(token_ids_B), device=self.device))
+        x_BD = F.embedding(token_ids_B.to(self.device), embedding_VD).to(self.dtype)
+        for index, (layer, kind) in enumerate(zip(self._layers(), self.shape.layer_types, strict=True)):
+            key, value = context.keys[index][:, :start_position], context.values[index][:, :start_position]
+            attend = functools.partial(kernel.attend, mask=masks[kind])
+            x_BD = layer(x_BD, rope=rope, context_key_GTC=key, context_value_GTC=value, attend=attend)
+        output: torch.Tensor = self.norm(x_BD)
+        return output
+
+    def _layers(self) -> list[DecoderLayer]:
+        return cast(list[DecoderLayer], list(self.layers))
+
+    def _masks(
+        self,
+        *,
+        kernel: AttentionKernel,
+        anchors: IntArray,
+        starts: IntArray,
+        valid: BoolArray,
+        context_tokens: int,
+        block_size: int,
+    ) -> Masks:
+        masks: dict[str, Any] = {}
+        for kind in dict.fromkeys(self.shape.layer_types):
+            spans = make_spans(
+                kind=kind,
+                anchors=anchors,
+                starts=starts,
+                valid=valid,
+                block_size=block_size,
+                context_tokens=context_tokens,
+                window=self.shape.sliding_window,
+            )
+            masks[kind] = kernel.mask(spans, device=self.device)
+        return masks
+
+    def _fuse(self, hidden_TKD: torch.Tensor) -> torch.Tensor:
+        """Fused context `[T, D]`, the same for every layer."""
+        fused: torch.Tensor = self.hidden_norm(self.fc(hidden_TKD.to(self.dtype).flatten(1)))
+        return fused
+
+    def _rope(self, positions_R: torch.Tensor) -> Rope:
+        shape = self.shape
+        return rope_tables(positions_R=positions_R, head_dim=shape.head_dim, theta=shape.rope_theta, dtype=self.dtype)
+
+
+def _seen_rows(batch: BlockBatch) -> torch.Tensor:
+    """Bool `[T]`: the context rows that at least one valid anchor sees in a full layer; padding is never among them."""
+    edges = torch.zeros(len(batch.context_positions_T) + 1, dtype=torch.int32, device=batch.anchors_N.device)
+    valid = batch.anchor_valid_N.to(torch.int32)
+    edges.index_add_(0, batch.anchor_start_N, valid)
+    edges.index_add_(0, batch.anchors_N, -valid)
+    return edges.cumsum(0)[:-1] > 0

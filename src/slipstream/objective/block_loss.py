@@ -1,0 +1,62 @@
+"""The loss of a batch of blocks: supervised rows through the head, then weights by slot.
+
+Shape letters: N anchors · B block size · M supervised rows · D hidden · V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from slipstream.config.recipe import ObjectiveSection
+from slipstream.objective.linear_ce import linear_ce
+from slipstream.objective.weights import slot_weights
+from slipstream.records import BlockBatch
+
+
+@dataclass(frozen=True, slots=True)
+class BlockLoss:
+    """Sums over one batch, on its device, nothing divided; fp32 scalars except the two fp32 `[B]` vectors.
+
+    Only `loss_sum` carries a gradient. `hits_per_slot` counts supervised slots whose argmax is the label;
+    `accepted_sum` sums, over the `anchors` valid ones, the length of the leading run of hits.
+    """
+
+    loss_sum: torch.Tensor
+    weight_sum: torch.Tensor
+    hits_per_slot: torch.Tensor
+    supervised_per_slot: torch.Tensor
+    accepted_sum: torch.Tensor
+    anchors: torch.Tensor
+
+
+def block_loss(*, hidden_NBD: torch.Tensor, head_VD: torch.Tensor, batch: BlockBatch, objective: ObjectiveSection) -> BlockLoss:
+    """Weighted cross-entropy and its counts. The caller divides `loss_sum` by the planned denominator of the global step.
+
+    A row that is not finite makes the loss non-finite if it is supervised, and changes nothing if it is not.
+    """
+    rows_M = _rows(batch)
+    labels_M = batch.labels_NB.flatten().index_select(0, rows_M)
+    hidden_MD = hidden_NBD.flatten(0, 1).index_select(0, rows_M)
+    loss_M, hit_M = linear_ce(hidden_MD, head_VD, labels_M, objective.chunk_rows)
+    supervised = batch.supervised_NB
+    slots = supervised.numel()
+    # padding of rows_M writes to slot 0 of block 0, which the masks below leave out
+    loss_NB = loss_M.new_zeros(slots).index_copy(0, rows_M, loss_M).view_as(supervised)
+    hit_NB = hit_M.new_zeros(slots).index_copy(0, rows_M, hit_M).view_as(supervised) & supervised
+    weights_NB = slot_weights(objective=objective, loss_NB=loss_NB, supervised_NB=supervised)
+    weighted = torch.where(supervised, weights_NB * loss_NB, torch.zeros((), device=loss_NB.device))
+    return BlockLoss(
+        loss_sum=weighted.sum(),
+        weight_sum=weights_NB.sum(),
+        hits_per_slot=hit_NB.sum(dim=0, dtype=torch.float32),
+        supervised_per_slot=supervised.sum(dim=0, dtype=torch.float32),
+        accepted_sum=hit_NB[:, 1:].to(torch.int32).cumprod(dim=1).sum(dtype=torch.float32),
+        anchors=batch.anchor_valid_N.sum(dtype=torch.float32),
+    )
+
+
+def _rows(batch: BlockBatch) -> torch.Tensor:
+    """Supervised rows; whole chunks on CUDA, where shapes come from a closed set, the real ones alone where padding costs."""
+    return batch.rows_M[: batch.num_rows] if batch.rows_M.device.type == "cpu" else batch.rows_M

@@ -1,0 +1,86 @@
+"""Cross-entropy through a frozen head, without ever holding rows times vocabulary.
+
+The operation knows no weights: it returns the loss of every row and keeps each row's gradient, u = (softmax - onehot) W,
+formed while the chunk's logits are there. Weights that depend on the loss act afterwards (09-traps 8): the gradient of
+sum w * ce is w * u, exactly, however chunks cut blocks.
+
+Shape letters: M rows · R rows of a chunk · D hidden · V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+CPU_SCRATCH_ROWS = 64
+"""Rows of a chunk that the softmax works on at once on a CPU: in fp32 they must stay near the cores' caches."""
+
+
+def linear_ce(
+    hidden_MD: torch.Tensor, head_VD: torch.Tensor, labels_M: torch.Tensor, chunk_rows: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Loss fp32 `[M]`, differentiable in `hidden_MD`, and whether the label is the argmax, bool `[M]`.
+
+    `hidden_MD` and `head_VD` share a float type, in which the matrix products run; logits and softmax are fp32. The head
+    must not require a gradient. Without a gradient to form, only the forward product is paid.
+    """
+    assert not head_VD.requires_grad, "the head is the target's and frozen"
+    assert hidden_MD.dtype == head_VD.dtype, f"hidden states are {hidden_MD.dtype}, the head is {head_VD.dtype}"
+    keep = torch.is_grad_enabled() and hidden_MD.requires_grad
+    loss, hit = _LinearCrossEntropy.apply(hidden_MD, head_VD, labels_M, chunk_rows, keep)
+    return loss, hit
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_MD: torch.Tensor, head_VD: torch.Tensor, labels_M: torch.Tensor, chunk_rows: int, keep: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        rows, vocabulary = len(hidden_MD), len(head_VD)
+        loss_M = torch.empty(rows, dtype=torch.float32, device=hidden_MD.device)
+        hit_M = torch.empty(rows, dtype=torch.bool, device=hidden_MD.device)
+        unit_MD = torch.empty_like(hidden_MD) if keep else None
+        logits = hidden_MD.new_empty(min(chunk_rows, rows), vocabulary)
+        scratch_rows = min(CPU_SCRATCH_ROWS, chunk_rows) if hidden_MD.device.type == "cpu" else chunk_rows
+        scratch = None if hidden_MD.dtype == torch.float32 else logits.new_empty(scratch_rows, vocabulary, dtype=torch.float32)
+        for first in range(0, rows, chunk_rows):
+            chunk = slice(first, min(first + chunk_rows, rows))
+            logits_RV = logits[: chunk.stop - first]
+            torch.mm(hidden_MD[chunk], head_VD.t(), out=logits_RV)
+            for begin in range(0, len(logits_RV), scratch_rows):
+                part = slice(begin, min(begin + scratch_rows, len(logits_RV)))
+                whole = slice(first + part.start, first + part.stop)
+                loss_M[whole], hit_M[whole] = _row_pass(logits_RV[part], labels_M[whole], scratch=scratch, gradient=keep)
+            if unit_MD is not None:
+                torch.mm(logits_RV, head_VD, out=unit_MD[chunk])
+        ctx.mark_non_differentiable(hit_M)
+        if unit_MD is not None:
+            ctx.save_for_backward(unit_MD)
+        return loss_M, hit_M
+
+    @staticmethod
+    def backward(ctx: Any, grad_loss_M: torch.Tensor, _grad_hit: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (unit_MD,) = ctx.saved_tensors
+        weight = grad_loss_M[:, None]
+        # by where, not by product alone: a row of weight 0 may hold NaN
+        gradient = torch.where(weight == 0, torch.zeros((), device=weight.device), weight * unit_MD).to(unit_MD.dtype)
+        return gradient, None, None, None, None
+
+
+def _row_pass(
+    logits_RV: torch.Tensor, labels_R: torch.Tensor, *, scratch: torch.Tensor | None, gradient: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Loss and hit of rows; with `gradient`, `logits_RV` becomes softmax - onehot, subtracted in fp32 before rounding."""
+    scores = logits_RV if scratch is None else scratch[: len(logits_RV)].copy_(logits_RV)
+    label = labels_R[:, None]
+    best = scores.argmax(dim=-1, keepdim=True)
+    top, own = scores.gather(-1, best), scores.gather(-1, label)
+    torch.softmax(scores, dim=-1, out=scores)
+    # log-sum-exp from the largest probability, which is at least 1 / V: no second pass over the row
+    loss = top - scores.gather(-1, best).log() - own
+    if gradient:
+        scores.scatter_add_(-1, label, torch.full_like(own, -1.0))
+        if scratch is not None:
+            logits_RV.copy_(scores)
+    return loss[:, 0], (best == label)[:, 0]
