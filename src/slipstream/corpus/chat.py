@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -167,20 +168,34 @@ class ChatEncoder:
         if draft.answer_ids is not None:
             mask[len(ids[0]) :] = True
             return Encoded(token_ids=whole, loss_mask=mask, remarks=draft.remarks)
-        ends = iter(ids[1 + len(draft.turns) :])
-        straddled = 0
-        for turn, prompt in zip(draft.turns, ids[1:], strict=False):
-            through = None if turn.has_stop else next(ends)
-            # A token across the boundary is one that a server would never have put there: the turn is left out.
-            if not np.array_equal(whole[: len(prompt)], prompt):
-                straddled += 1
-                continue
-            end = self._stop_after(whole, len(prompt)) if through is None else _common_prefix(whole, through)
+        prompts, ends = ids[1 : 1 + len(draft.turns)], iter(ids[1 + len(draft.turns) :])
+        if not all(np.array_equal(whole[: len(prompt)], prompt) for prompt in prompts):
+            return self._mask_apart(draft, whole)
+        for turn, prompt in zip(draft.turns, prompts, strict=True):
+            end = self._stop_after(whole, len(prompt)) if turn.has_stop else _common_prefix(whole, next(ends))
             mask[len(prompt) : end] = True
-        if straddled == len(draft.turns):
+        return Encoded(token_ids=whole, loss_mask=mask, remarks=draft.remarks)
+
+    def _mask_apart(self, draft: _Draft, whole: Int32Array) -> Encoded:
+        """Tokenise prompts and answers apart, as a server does that continues a prompt's ids.
+
+        Needed where in the whole text a prompt's last characters and its answer's first become one token, or are cut
+        otherwise. Refused where the pieces do not add up to the same text (tokenizers that put a space before a text).
+        """
+        cuts = [0, *(len(turn.prompt) for turn in draft.turns), len(draft.text)]
+        pieces = self._tokenize([draft.text[start:end] for start, end in pairwise(cuts)])
+        token_ids = np.asarray([token for piece in pieces for token in piece], dtype=np.int32)
+        if self._tokenizer.decode(token_ids.tolist()) != self._tokenizer.decode(whole.tolist()):
             raise RowRefused(Reason.BOUNDARY_INSIDE_TOKEN, "the prompt's last characters and the answer's first are one token")
-        remarks = (*draft.remarks, Remark.BOUNDARY_INSIDE_TOKEN) if straddled else draft.remarks
-        return Encoded(token_ids=whole, loss_mask=mask, remarks=remarks)
+        mask = np.zeros(len(token_ids), dtype=np.bool_)
+        starts = np.cumsum([len(piece) for piece in pieces]).tolist()
+        for turn, start in zip(draft.turns, starts, strict=False):
+            if turn.has_stop:
+                end = self._stop_after(token_ids, start)
+            else:
+                end = start + _common_prefix(token_ids[start:], self._tokenize([turn.answer])[0])
+            mask[start:end] = True
+        return Encoded(token_ids=token_ids, loss_mask=mask, remarks=(*draft.remarks, Remark.TOKENISED_APART))
 
     def _stop_after(self, token_ids: Int32Array, start: int) -> int:
         """One past the first stop token from `start` on; the text holds one, so there is one."""

@@ -39,7 +39,7 @@ class Remark(StrEnum):
     TRUNCATED = "truncated"
     NO_STOP_TOKEN = "no_stop_token"
     REWRITTEN_TURN = "rewritten_turn"
-    BOUNDARY_INSIDE_TOKEN = "boundary_inside_token"
+    TOKENISED_APART = "tokenised_apart"
 
 
 @dataclass(frozen=True, slots=True)
