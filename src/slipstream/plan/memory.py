@@ -6,11 +6,13 @@ of an MLP · H, G query and key heads · h width of a head.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from slipstream.config import DrafterShape, Recipe, TargetInfo
 from slipstream.errors import PlanError
+from slipstream.plan.placement import Placement
 from slipstream.plan.weights import TargetWeights, count_target_weights
 
 GIB = 2**30
@@ -92,6 +94,19 @@ class MemoryPlan:
                 rule=f"this machine has {memory_bytes / GIB:.1f} GiB for the run, which needs {needed / GIB:.1f} GiB",
                 hint="lower plan.pack_tokens, plan.pack_anchors, objective.chunk_rows or drafter.num_layers",
             )
+
+    def check_gpus(self, *, placement: Placement, gpu_memory_bytes: Sequence[int]) -> None:
+        """Raise `PlanError` when the processes that share a GPU need more than it has."""
+        peaks = {process.role: process.peak_bytes for process in self.of(placement.mode)}
+        for gpu, available in enumerate(gpu_memory_bytes):
+            needed = sum(peaks[process.role] for process in placement.processes if process.gpu == gpu)
+            if needed > available:
+                raise PlanError(
+                    key="placement.mode",
+                    value=placement.mode,
+                    rule=f"GPU {gpu} has {available / GIB:.1f} GiB, its processes need {needed / GIB:.1f} GiB",
+                    hint="lower plan.pack_tokens, plan.pack_anchors, objective.chunk_rows or drafter.num_layers",
+                )
 
 
 def slot_bytes(*, pack_tokens: int, num_taps: int, hidden_size: int, dtype: str, last_hidden: bool = False) -> int:

@@ -107,12 +107,11 @@ def _what_works(*, plan: PlanSection, packs: int) -> str:
     columns, distance = plan.packs_per_step, plan.replay_distance
 
     def fits(replays: int, replay_distance: int) -> bool:
-        kept = packs if plan.max_steps is None else packs * plan.replays // replays
-        return _try_patterns(packs=kept, replays=replays, replay_distance=replay_distance, columns=columns) is not None
+        return _try_patterns(packs=packs, replays=replays, replay_distance=replay_distance, columns=columns) is not None
 
     shorter = next((value for value in range(distance - 1, _SHORTEST_DISTANCE - 1, -1) if fits(plan.replays, value)), None)
     fewer = next(value for value in range(plan.replays - 1, 0, -1) if fits(value, distance))
     choices = [f"plan.replays = {fewer}"]
     if shorter is not None:
         choices.insert(0, f"plan.replay_distance = {shorter}")
-    return "or ".join(f"{choice} " for choice in choices) + "would work; so would more steps"
+    return " or ".join(choices) + " would work; so would more steps"

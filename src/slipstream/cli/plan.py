@@ -1,0 +1,173 @@
+"""`slipstream plan`: what a recipe will do and need, before any weight loads."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from slipstream.config import Recipe
+    from slipstream.launch.preflight import Preflight
+    from slipstream.plan import MemoryPlan, Placement, PlanSummary, Schedule
+
+_GIB = 2**30
+
+
+def plan(
+    recipe: Annotated[Path, typer.Argument(help="Recipe file (TOML).")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[a.b=c]…", help="Keys of the recipe to change.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+) -> None:
+    """Show steps, packs, fills, replays and the memory of every process; refuse what cannot fit.
+
+    Everything that `train` refuses before it loads a weight is refused here too. Nothing is written.
+    """
+    from slipstream.config import load_recipe
+    from slipstream.launch.preflight import preflight
+    from slipstream.plan import resolve_placement
+    from slipstream.runfolder import RunFolder
+
+    resolved = load_recipe(recipe, overrides=overrides or ())
+    # A plan may be shown while a run of that name is there; starting a second one is what preflight refuses.
+    started = RunFolder(Path(resolved.runs) / resolved.name).recipe.is_file()
+    flight = preflight(resolved, resume=started)
+    schedule = _schedule(resolved)
+    device: Literal["cpu", "cuda"] = "cuda" if flight.device == "cuda" else "cpu"
+    placement = resolve_placement(placement=resolved.placement, device=device, num_devices=flight.num_devices)
+    memory = _memory(flight=flight, schedule=schedule, device=device)
+    if as_json:
+        typer.echo(json.dumps(_as_dict(schedule=schedule, memory=memory, placement=placement), indent=1))
+    else:
+        _print_all(recipe=resolved, schedule=schedule, memory=memory, placement=placement)
+    _refuse(memory=memory, placement=placement, device=device)
+
+
+def _schedule(recipe: Recipe) -> Schedule:
+    from slipstream.corpus.store import CorpusStore
+    from slipstream.plan import CorpusIndex, make_schedule
+
+    store = CorpusStore.open(Path(recipe.corpus.path))
+    index = CorpusIndex(num_tokens=store.num_tokens, num_anchors=store.num_anchors, fingerprint=store.meta.fingerprint)
+    return make_schedule(index=index, plan=recipe.plan, block_size=recipe.drafter.block_size)
+
+
+def _memory(*, flight: Preflight, schedule: Schedule, device: Literal["cpu", "cuda"]) -> MemoryPlan:
+    from slipstream.plan import plan_memory
+
+    return plan_memory(
+        recipe=flight.recipe,
+        info=flight.info,
+        shape=flight.shape,
+        schedule_slots_per_column=schedule.slots_per_column,
+        device=device,
+    )
+
+
+def _refuse(*, memory: MemoryPlan, placement: Placement, device: str) -> None:
+    memory.check_host_slots()
+    if device == "cpu":
+        memory.check_machine(placement=placement.mode, memory_bytes=_machine_bytes())
+    else:
+        memory.check_gpus(placement=placement, gpu_memory_bytes=_gpu_bytes())
+
+
+def _machine_bytes() -> int:
+    import os
+
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _gpu_bytes() -> list[int]:
+    import torch
+
+    return [torch.cuda.get_device_properties(index).total_memory for index in range(torch.cuda.device_count())]
+
+
+def _as_dict(*, schedule: Schedule, memory: MemoryPlan, placement: Placement) -> dict[str, Any]:
+    return {
+        "digest": schedule.digest,
+        "summary": asdict(schedule.summary()),
+        "placement": asdict(placement),
+        "slots": {
+            "per_column": schedule.slots_per_column,
+            "number": memory.num_slots,
+            "slot_bytes": memory.slot_nbytes,
+            "bytes": memory.host_slot_bytes,
+            "allowed_bytes": memory.host_memory_bytes,
+        },
+        "processes": [asdict(process) | {"peak_bytes": process.peak_bytes} for process in memory.processes],
+    }
+
+
+def _print_all(*, recipe: Recipe, schedule: Schedule, memory: MemoryPlan, placement: Placement) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    _print_schedule(schedule=schedule, name=recipe.name, console=console)
+    for mode in ("split", "colocated"):
+        _print_memory(memory=memory, mode=mode, chosen=placement.mode, console=console)
+    console.print(
+        f"slots: {memory.num_slots} of {_mib(memory.slot_nbytes)} MiB = {memory.host_slot_bytes / _GIB:.2f} GiB of host; "
+        f"{memory.host_memory_bytes / _GIB:.2f} GiB allowed (placement.host_memory_gb)"
+    )
+
+
+def _print_schedule(*, schedule: Schedule, name: str, console: Console) -> None:
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(title=escape(f"plan of {name}"), title_justify="left", show_header=False)
+    for label, text in _rows(schedule.summary()):
+        table.add_row(label, text)
+    table.add_row("digest", schedule.digest[:16])
+    console.print(table)
+
+
+def _rows(summary: PlanSummary) -> list[tuple[str, str]]:
+    refused = ", ".join(f"{count:,} {reason}" for reason, count in summary.refused.items() if count) or "none"
+    rows = [
+        ("steps", f"{summary.steps:,} of {summary.columns} packs"),
+        ("packs", f"{summary.packs:,} over {summary.epochs} epochs, {summary.empty_packs} empty at the end"),
+        ("documents", f"{summary.documents:,}; refused: {refused}; in packs {summary.uses_of_documents:,} times"),
+        ("tokens", f"{summary.target_tokens:,} through the target, {summary.trained_tokens:,} trained on"),
+        ("anchors", f"{summary.anchors:,}"),
+        ("fill", f"tokens {summary.token_fill:.4f}, anchors {summary.anchor_fill:.4f}"),
+        ("mixing", f"mean {summary.mixing_mean:.3f}, worst step {summary.mixing_worst:.3f} (0 is the corpus' own mix)"),
+        ("slots", f"{summary.slots_per_column} a column"),
+    ]
+    if summary.cut_documents:
+        rows.insert(3, ("cut off", f"{summary.cut_documents:,} times a document, by plan.max_steps"))
+    if summary.replays > 1:
+        steady = (
+            "none at a steady rate" if summary.steady_distance is None else f"{summary.steady_distance} steps apart or more"
+        )
+        ramps = f"{summary.ramp_packs:,} packs in ramps {summary.smallest_distance} or more"
+        rows.append(("replays", f"{summary.replays} uses a pack, {steady}; {ramps}"))
+    return rows
+
+
+def _print_memory(*, memory: MemoryPlan, mode: Literal["split", "colocated"], chosen: str, console: Console) -> None:
+    from rich.table import Table
+
+    title = f"{mode}, MiB a process" + (" (this recipe's placement)" if mode == chosen else "")
+    table = Table(title=title, title_justify="left")
+    for column in ("process", "what", "MiB", "how"):
+        table.add_column(column, justify="right" if column == "MiB" else "left")
+    for process in memory.of(mode):
+        label = f"{process.count} x {process.role}"
+        for item in process.items:
+            when = {"always": "", "start": " (before step 1)", "train": ""}[item.phase]
+            table.add_row(label, item.name + when, _mib(item.nbytes), item.formula)
+            label = ""
+        table.add_row("", "peak", _mib(process.peak_bytes), f"on {process.device}", style="bold", end_section=True)
+    console.print(table)
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / 2**20:,.1f}"
