@@ -1,0 +1,65 @@
+"""`slipstream train`: run a recipe, or continue it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+
+def train(
+    recipe: Annotated[Path, typer.Argument(help="Recipe file (TOML).")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[a.b=c]…", help="Keys of the recipe to change.")] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue the run of that name, exactly, from its last checkpoint.")
+    ] = False,
+    warm_start: Annotated[str | None, typer.Option(help="Exported drafter folder to start the weights from.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    """Train a drafter as a recipe says: preflight, plan, answers to validation prompts, then the run itself."""
+    from slipstream.config import load_recipe
+
+    changes = [*(overrides or []), *([f"drafter.warm_start={warm_start}"] if warm_start else [])]
+    resolved = load_recipe(recipe, overrides=changes)
+
+    from slipstream.launch import train_run
+
+    result = train_run(recipe=resolved, resume=resume, given=recipe.read_text(), on_report=_Progress(quiet=as_json))
+    if as_json:
+        typer.echo(
+            json.dumps(
+                {
+                    "folder": str(result.folder),
+                    "steps": result.steps,
+                    "train_seconds": result.train_seconds,
+                    "checkpoint": str(result.checkpoint),
+                    "validations": result.validations,
+                }
+            )
+        )
+        return
+    typer.echo(f"{result.steps} steps in {result.train_seconds:.0f} s of training; checkpoint {result.checkpoint}")
+    for line in result.validations[-1:]:
+        typer.echo(f"acceptance length {line['acceptance_length']:.3f} at step {line['step']}")
+    typer.echo(f"next: slipstream export {result.folder} --out DIR")
+
+
+class _Progress:
+    """Says on stderr which worker is ready, and how far the answers are."""
+
+    def __init__(self, *, quiet: bool) -> None:
+        self._quiet = quiet
+
+    def __call__(self, worker: str, kind: str, payload: Any) -> None:
+        if self._quiet:
+            return
+        if kind == "ready":
+            typer.echo(f"{worker} is ready", err=True)
+        elif kind == "progress" and payload["stage"] == "answers":
+            typer.echo(
+                f"\ranswering validation prompts: {payload['done']}/{payload['of']}",
+                err=True,
+                nl=payload["done"] == payload["of"],
+            )

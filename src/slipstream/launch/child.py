@@ -1,0 +1,82 @@
+"""Where a child process begins: reads its job, plays its role, reports over its control connection, ends.
+
+Waits for: its job on standard input. Ends by itself when the supervisor is gone.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import threading
+import traceback
+from multiprocessing.connection import Connection
+from typing import Any
+
+from slipstream.errors import SlipstreamError
+from slipstream.transport.connections import connection_from_fd
+
+ORPHAN_SECONDS = 20.0
+ORPHAN_EXIT = 75
+
+log = logging.getLogger(__name__)
+
+
+class Control:
+    """A child's end of its control connection: reports go out from any thread, the wish to stop comes in."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        threading.Thread(target=self._listen, name="control", daemon=True).start()
+
+    def stopping(self) -> bool:
+        """Whether the supervisor asked this child to end, or is gone."""
+        return self._stop.is_set()
+
+    def report(self, kind: str, payload: object) -> None:
+        """Send one report: `ready`, `record`, `done`, `failed`. A supervisor that is gone does not fail the sender."""
+        try:
+            with self._lock:
+                self._connection.send((kind, payload))
+        except (BrokenPipeError, OSError):
+            self._stop.set()
+
+    def _listen(self) -> None:
+        try:
+            while self._connection.recv()[0] == "stop":
+                self._stop.set()
+        except (EOFError, OSError):
+            self._stop.set()
+            log.error("the supervisor is gone; ending within %.0f s", ORPHAN_SECONDS)
+            threading.Event().wait(ORPHAN_SECONDS)
+            os._exit(ORPHAN_EXIT)
+
+
+def main() -> int:
+    """Play one role. Exit code 0 when done, the error's own code when it failed."""
+    job: dict[str, Any] = json.load(sys.stdin)
+    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {job['name']} %(levelname)s %(name)s: %(message)s", force=True)
+    control = Control(connection_from_fd(job["descriptors"]["control"]))
+    try:
+        from slipstream.device.threads import set_threads
+        from slipstream.launch.roles import ROLES
+
+        set_threads(job["threads"])
+        result = ROLES[job["role"]](job, control)
+    except SlipstreamError as error:
+        log.error("%s", error)
+        control.report("failed", {"kind": type(error).__name__, "message": str(error)})
+        return error.exit_code
+    except Exception as error:
+        log.exception("unexpected")
+        control.report("failed", {"kind": type(error).__name__, "message": traceback.format_exc(limit=-6)})
+        return 1
+    control.report("done", result)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

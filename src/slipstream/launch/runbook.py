@@ -1,0 +1,78 @@
+"""The supervisor's book of a run: `state.json`, metrics into sinks, validations, restarts. Reports come in, files go out."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from slipstream.config import Recipe
+from slipstream.observe import MetricLog, RunFacts, open_metric_log
+from slipstream.runfolder import RunFolder
+
+log = logging.getLogger(__name__)
+
+
+class RunBook:
+    """Keeps what a run says of itself. `take` hears every report of every worker, in the supervisor's thread."""
+
+    def __init__(self, *, folder: RunFolder, recipe: Recipe, on_report: Callable[[str, str, Any], None] | None) -> None:
+        self._folder = folder
+        self._recipe = recipe
+        self._on_report = on_report
+        self._metrics: MetricLog | None = None
+        self._state: dict[str, Any] = {"status": "starting", "step": 0, "steps": None, "cause": None, "restarts": 0}
+        self.validations: list[dict[str, Any]] = []
+
+    def state(self, status: str, *, cause: str | None = None, step: int | None = None) -> None:
+        """Write `state.json`, whole or not at all."""
+        self._state.update(status=status, cause=cause, pid=os.getpid(), time=time.time())
+        if step is not None:
+            self._state["step"] = step
+        temporary = self._folder.state.with_suffix(".part")
+        temporary.write_text(json.dumps(self._state, indent=1))
+        os.replace(temporary, self._folder.state)
+
+    def begin(self, *, start_step: int, num_steps: int) -> None:
+        """Start the sinks. Raises `PreflightError` when a configured one does not start."""
+        self._state.update(step=start_step, steps=num_steps)
+        self._metrics = open_metric_log(
+            self._recipe.observe.sinks,
+            facts=RunFacts(
+                name=self._recipe.name,
+                num_steps=num_steps,
+                metrics_path=self._folder.metrics,
+                console_every_steps=self._recipe.observe.every_steps,
+            ),
+        )
+        self.state("training")
+
+    def take(self, worker: str, kind: str, payload: Any) -> None:
+        """Hear one report."""
+        if kind == "record":
+            self._record(payload)
+        elif kind == "restart":
+            self._state["restarts"] += 1
+            self._write({"kind": "restart", "step": self._state["step"], "worker": worker, **payload})
+        elif kind == "failed":
+            log.error("%s failed: %s: %s", worker, payload["kind"], payload["message"])
+        if self._on_report is not None:
+            self._on_report(worker, kind, payload)
+
+    def close(self) -> None:
+        """Close the sinks."""
+        if self._metrics is not None:
+            self._metrics.close()
+
+    def _record(self, line: Mapping[str, Any]) -> None:
+        self._state["step"] = max(self._state["step"], int(line["step"]))
+        if line["kind"] == "validation":
+            self.validations.append(dict(line))
+        self._write(line)
+
+    def _write(self, line: Mapping[str, Any]) -> None:
+        if self._metrics is not None:
+            self._metrics.write(line)

@@ -1,0 +1,198 @@
+"""The drafter's side of both placements: builds the trainer from the run folder, trains, and measures on the way."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from slipstream.config import DrafterShape, Recipe, TargetInfo
+from slipstream.drafter import DFlashDrafter, build_drafter
+from slipstream.evaluate.acceptance import simulate_pack
+from slipstream.evaluate.summary import summarise
+from slipstream.export.warm_start import read_warm_start
+from slipstream.launch.child import Control
+from slipstream.launch.planning import RunPlan
+from slipstream.observe import Account, AccountWriter, MetricLog
+from slipstream.records import HiddenPack
+from slipstream.runfolder import RunFolder
+from slipstream.target.ends import FrozenEnds, load_frozen_ends
+from slipstream.target.fingerprint import fingerprint_target
+from slipstream.trainer import ColumnShare, MainRank, RankGroup, RunParts, build_trainer, latest
+
+Line = Mapping[str, object]
+
+
+class Source(Protocol):
+    """The consumer end of a transport, as `SharedSource` and `InlineTransport` offer it."""
+
+    def take(self, pack_id: int) -> HiddenPack:
+        """The hidden states of a pack; waits for them."""
+        ...
+
+    def release(self, pack_id: int) -> None:
+        """The pack's last use is over."""
+        ...
+
+    def close(self) -> None:
+        """Leave in order."""
+        ...
+
+
+class OnDevice:
+    """A source whose packs lie on the drafter's device; on a CPU they are the slots themselves."""
+
+    def __init__(self, source: Source, *, device: torch.device) -> None:
+        self._source = source
+        self._device = device
+
+    def take(self, pack_id: int) -> HiddenPack:
+        """The pack, copied to the device if that is not where the slots are."""
+        taken = self._source.take(pack_id)
+        return taken if self._device.type == "cpu" else replace(taken, hidden_TKD=taken.hidden_TKD.to(self._device))
+
+    def release(self, pack_id: int) -> None:
+        """The pack's last use is over."""
+        self._source.release(pack_id)
+
+
+class ReportSink:
+    """A sink of metrics that sends each line to the supervisor, whose sinks write it."""
+
+    def __init__(self, control: Control) -> None:
+        self._control = control
+
+    def write(self, line: Line) -> None:
+        """Send one line."""
+        self._control.report("record", dict(line))
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class Validation:
+    """Exact greedy acceptance length over the answered prompts, whose hidden states stay in kept slots."""
+
+    def __init__(
+        self, *, plan: RunPlan, source: OnDevice, drafter: DFlashDrafter, ends: FrozenEnds, shape: DrafterShape
+    ) -> None:
+        self._plan, self._source, self._drafter, self._ends = plan, source, drafter, ends
+        self._shape = shape
+
+    @property
+    def num_packs(self) -> int:
+        """Packs of answers; none where the recipe validates nothing."""
+        return len(self._plan.validation)
+
+    def measure(self, step: int) -> dict[str, object]:
+        """Metrics by name: both means, acceptance by slot, the histogram, and how many answers took part."""
+        began = time.monotonic()
+        paths = []
+        for item in self._plan.validation:
+            taken = self._source.take(item.pack.pack_id)
+            found = simulate_pack(
+                drafter=self._drafter,
+                ends=self._ends,
+                shape=self._shape,
+                hidden_TKD=taken.hidden_TKD,
+                pack=item.pack,
+                uses=item.uses,
+                max_lengths=item.max_lengths,
+            )
+            paths += [document.path for document in found]
+        summary = summarise(paths, block_size=self._shape.block_size)
+        return {
+            "acceptance_length": summary.tau_steps,
+            "acceptance_length_by_request": summary.tau_requests,
+            "slot_acceptance": list(summary.slot_acceptance),
+            "histogram": list(summary.histogram),
+            "answers": summary.requests,
+            "seconds": time.monotonic() - began,
+        }
+
+
+def train_drafter(
+    *,
+    job: Mapping[str, Any],
+    control: Control,
+    recipe: Recipe,
+    info: TargetInfo,
+    shape: DrafterShape,
+    plan: RunPlan,
+    source: Source,
+) -> dict[str, Any]:
+    """Train one rank's share to the end of the plan, or to the supervisor's wish; returns what the run's result needs."""
+    rank, folder, device = int(job["rank"]), RunFolder(Path(job["folder"])), torch.device(job["device"])
+    share = ColumnShare(rank=rank, ranks=plan.ranks)
+    account = Account(job["name"])
+    drafter = _initial_drafter(recipe=recipe, shape=shape, device=job["device"])
+    ends = load_frozen_ends(info=info, dtype=recipe.drafter.dtype, device=job["device"])
+    placed = OnDevice(source, device=device)
+    with ExitStack() as stack:
+        stack.callback(source.close)
+        stack.enter_context(AccountWriter(account, path=folder.accounts / f"{job['name']}.jsonl"))
+        group = _join(share=share, job=job, recipe=recipe, stack=stack)
+        parts = RunParts(
+            recipe=recipe,
+            shape=shape,
+            schedule=plan.schedule,
+            planner=plan.planner,
+            source=placed,
+            drafter=drafter,
+            ends=ends,
+            target_fingerprint=fingerprint_target(info),
+            share=share,
+            group=group,
+            account=account,
+            device=device,
+        )
+        validation = Validation(plan=plan, source=placed, drafter=drafter, ends=ends, shape=shape)
+        main = _main_rank(rank=rank, control=control, folder=folder, validation=validation, stack=stack)
+        trainer = build_trainer(parts=parts, main=main, resume=Path(job["checkpoint"]) if job["checkpoint"] else None)
+        control.report("ready", {"parameters": shape.num_parameters})
+        began = time.monotonic()
+        result = trainer.fit(stop=control.stopping)
+    newest = latest(folder.checkpoints)
+    return {
+        "step": result.step,
+        "status": result.status,
+        "train_seconds": time.monotonic() - began,
+        "checkpoint": str(newest) if newest else None,
+    }
+
+
+def _initial_drafter(*, recipe: Recipe, shape: DrafterShape, device: str) -> DFlashDrafter:
+    section = recipe.drafter
+    drafter = build_drafter(
+        shape=shape, dtype=section.dtype, device=device, seed=recipe.plan.seed, attention=section.attention, family=section.type
+    )
+    if section.warm_start is not None:
+        state = read_warm_start(Path(section.warm_start), shape=shape)
+        drafter.load_state_dict({name: tensor.to(drafter.dtype) for name, tensor in state.items()})
+    return drafter
+
+
+def _join(*, share: ColumnShare, job: Mapping[str, Any], recipe: Recipe, stack: ExitStack) -> RankGroup | None:
+    if share.ranks == 1:
+        return None
+    group = RankGroup.join(
+        share=share,
+        store=Path(job["rendezvous"]),
+        timeout_seconds=recipe.placement.ready_seconds,
+        backend="nccl" if job["device"] == "cuda" else "gloo",
+    )
+    stack.callback(group.close)
+    return group
+
+
+def _main_rank(*, rank: int, control: Control, folder: RunFolder, validation: Validation, stack: ExitStack) -> MainRank | None:
+    if rank != 0:
+        return None
+    log = stack.enter_context(MetricLog({"supervisor": ReportSink(control)}))
+    measures = bool(validation.num_packs)
+    return MainRank(log=log, checkpoints=folder.checkpoints, validate=validation.measure if measures else None)
