@@ -21,7 +21,7 @@ def chi_square(counts, expected):
     "options", [{"temperature": 1.0}, {"temperature": 0.6, "top_p": 0.8}, {"temperature": 1.3, "top_k": 3}]
 )
 def test_first_two_tokens_follow_the_target(options):
-    """Joint distribution of the first drafted place and the one after it over 10,000 rounds: chi-square below mean + 4 sigma."""
+    """The first drafted place, and the second where the first stood, over 10,000 rounds: chi-square below mean + 4 sigma."""
     generator = torch.Generator().manual_seed(3)
     target_BV = torch.randn(3, V, generator=generator) * 1.5
     drafter_BV = torch.randn(2, V, generator=generator) * 1.5

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from slipstream.drafter.blocks import make_block_batch
+from slipstream.drafter.blocks import batch_to, make_block_batch
 from slipstream.evaluate.summary import AcceptancePath
 from slipstream.records import BlockBatch, Int32Array, Pack, Use
 
@@ -109,7 +109,9 @@ def score_pack(
         batch = make_block_batch(
             pack=pack, use=use, block_size=shape.block_size, mask_token_id=shape.mask_token_id, chunk_rows=chunk_rows
         )
-        hidden_NBD = drafter(hidden_TKD=hidden_TKD, batch=batch, embedding_VD=ends.embedding_VD)
+        masks = drafter.make_masks(batch)
+        batch = batch_to(batch, device=drafter.device)
+        hidden_NBD = drafter(hidden_TKD=hidden_TKD, batch=batch, embedding_VD=ends.embedding_VD, masks=masks)
         match_N = _match_lengths(hidden_NBD, head_VD=ends.head_VD, batch=batch, chunk_rows=chunk_rows)
         anchors = use.anchors[use.anchor_valid]
         assert not seen_T[anchors].any(), "plan_validation covers every anchor once"
@@ -167,8 +169,8 @@ class CutBlocks:
 def _match_lengths(hidden_NBD: Tensor, *, head_VD: Tensor, batch: BlockBatch, chunk_rows: int) -> Int32Array:
     """Leading runs of hits int32 `[N]` over the supervised slots of each anchor."""
     hidden_QD = hidden_NBD.flatten(0, 1)
-    rows_M = batch.rows_M[: batch.num_rows].to(hidden_QD.device)
-    labels_M = batch.labels_NB.flatten().to(hidden_QD.device)[rows_M]
+    rows_M = batch.rows_M[: batch.num_rows]
+    labels_M = batch.labels_NB.flatten()[rows_M]
     hits_Q = torch.zeros(len(hidden_QD), dtype=torch.bool, device=hidden_QD.device)
     for chunk in range(0, batch.num_rows, chunk_rows):
         rows = rows_M[chunk : chunk + chunk_rows]

@@ -89,7 +89,7 @@ def top_gap_of(target: PreTrainedModel) -> TopGap:
 
     @torch.no_grad()
     def gap(token_ids: Sequence[int]) -> float:
-        tokens = torch.tensor([list(token_ids)], device=target.get_input_embeddings().weight.device)
+        tokens = torch.tensor([list(token_ids)], device=target.device)
         best = target(input_ids=tokens, use_cache=False, logits_to_keep=1).logits[0, -1].float().topk(2).values
         return float(best[0] - best[1])
 
@@ -102,6 +102,6 @@ def teacher_forced_agreement(target: PreTrainedModel, *, prompt: Sequence[int], 
 
     With a bf16 target and an fp32 answer this is the bf16 agreement: how far equality claims carry over to serving.
     """
-    tokens = torch.tensor([[*prompt, *answer]], device=target.get_input_embeddings().weight.device)
+    tokens = torch.tensor([[*prompt, *answer]], device=target.device)
     logits = target(input_ids=tokens, use_cache=False, logits_to_keep=len(answer) + 1).logits[0, :-1]
     return int((logits.argmax(dim=-1) == tokens[0, len(prompt) :]).sum())

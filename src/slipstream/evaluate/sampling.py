@@ -35,7 +35,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """Tokens int64 `[B - 1]` that a drafter proposed, and the distributions `[B - 1, V]` they were drawn from (sampled only)."""
+    """Tokens int64 `[B - 1]` that a drafter proposed; `probs` `[B - 1, V]` is what they were drawn from, if drawn."""
 
     tokens: Tensor
     probs: Tensor | None

@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TargetOutput:
-    """Logits `[S, V]` (only the last row after a prefill) and tapped hidden states `[S, K, D]` (`None` if not asked for)."""
+    """Logits `[S, V]` (only the last row after a prefill) and tapped hidden states `[S, K, D]`, K = 0 if not asked for."""
 
     logits_SV: Tensor
-    hidden_SKD: Tensor | None
+    hidden_SKD: Tensor
 
 
 class TargetSession:
@@ -52,12 +52,12 @@ class TargetSession:
     @property
     def embedding_VD(self) -> Tensor:
         """The target's input embedding, as stored."""
-        return self.target.get_input_embeddings().weight  # type: ignore[no-any-return]
+        return cast(Tensor, self.target.get_input_embeddings().weight)
 
     @property
     def head_VD(self) -> Tensor:
         """The weight of the target's output head."""
-        return self.target.get_output_embeddings().weight  # type: ignore[no-any-return]
+        return cast(Tensor, self.target.get_output_embeddings().weight)
 
     @property
     def device(self) -> torch.device:
@@ -93,7 +93,8 @@ class TargetSession:
 
     def keep(self, num_tokens: int) -> Tensor:
         """Keep the first `num_tokens` (at least 1) of the verified block, forget the rest; their hidden states `[S, K, D]`."""
-        assert self._block is not None and self._output is not None, "verify() must come first"
+        assert self._block is not None, "verify() must come first"
+        assert self._output is not None, "verify() must come first"
         block, output = self._block, self._output
         self._block = self._output = None
         if num_tokens == len(block) or self._states is None:
@@ -105,7 +106,6 @@ class TargetSession:
             self._cache.crop(0)
             self.num_replays += 1
         self.length += num_tokens
-        assert output.hidden_SKD is not None
         return output.hidden_SKD[:num_tokens]
 
     def _croppable(self) -> bool:
@@ -121,8 +121,11 @@ class TargetSession:
             output_hidden_states=taps,
             **arguments,
         )
-        hidden = torch.stack([output.hidden_states[tap + 1][0] for tap in self._taps], dim=1) if taps else None
-        return TargetOutput(logits_SV=output.logits[0], hidden_SKD=hidden)
+        logits_SV: Tensor = output.logits[0]
+        if not taps:
+            return TargetOutput(logits_SV=logits_SV, hidden_SKD=logits_SV.new_empty(len(token_ids_S), 0, 0))
+        hidden_SKD = torch.stack([output.hidden_states[tap + 1][0] for tap in self._taps], dim=1)
+        return TargetOutput(logits_SV=logits_SV, hidden_SKD=hidden_SKD)
 
 
 @dataclass(frozen=True, slots=True)
