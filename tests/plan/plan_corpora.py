@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from hypothesis import strategies as st
+
 from slipstream.config.recipe import PlanSection
 from slipstream.plan import CorpusIndex, Planner, make_schedule
 from slipstream.records import Document

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from plan_corpora import count_valid, make_corpus
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from plan_corpora import count_valid, make_corpus
+
 from slipstream.config.recipe import PlanSection
 from slipstream.plan.anchors import count_supervised, draw_segment, run_lengths, valid_anchors
 from slipstream.plan.keyed import Domain, keyed_permutation
@@ -67,9 +68,7 @@ def test_the_permutation_is_fixed_for_ever():
 def test_a_document_sees_all_its_anchors_before_any_twice_over_epochs_and_replays(replays):
     corpus = make_corpus(lengths=[90] * 40, seed=1)
     planner = corpus.planner(
-        PlanSection(
-            pack_tokens=128, pack_anchors=24, packs_per_step=2, epochs=4, replays=replays, replay_distance=10, window=8
-        )
+        PlanSection(pack_tokens=128, pack_anchors=24, packs_per_step=2, epochs=4, replays=replays, replay_distance=10, window=8)
     )
     schedule = planner.schedule
     used = {document.document_id: np.zeros(len(document.loss_mask), dtype=np.int64) for document in corpus.documents}

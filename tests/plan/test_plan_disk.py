@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from plan_corpora import make_corpus
+
 from slipstream.config.recipe import PlanSection
 from slipstream.errors import PlanError
 from slipstream.plan import Schedule, make_schedule

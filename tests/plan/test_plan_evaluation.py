@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_corpora import corpora, make_corpus
+
 from slipstream.errors import PlanError
 from slipstream.plan import plan_validation
 from slipstream.plan.anchors import valid_anchors

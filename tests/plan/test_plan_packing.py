@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 
 import numpy as np
 import pytest
-from plan_corpora import corpora
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plan_corpora import corpora
+
 from slipstream.config.recipe import PlanSection
 from slipstream.errors import PlanError
 from slipstream.plan import CorpusIndex, make_schedule
@@ -84,7 +86,7 @@ def test_shares_fill_the_budget_wherever_caps_allow_and_never_break_one(packs, b
     caps = np.minimum(counts, limit)
     assert (shares >= 0).all()
     assert (shares <= caps).all()
-    for begin, end in zip(starts[:-1], starts[1:], strict=True):
+    for begin, end in itertools.pairwise(starts):
         total, room = shares[begin:end].sum(), caps[begin:end].sum()
         assert total == min(budget, room)
         below = np.flatnonzero(shares[begin:end] < caps[begin:end])

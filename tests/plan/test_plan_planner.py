@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_corpora import ToyCorpus, corpora, make_corpus
+
 from slipstream.config.recipe import PlanSection
 from slipstream.errors import PlanError
 from slipstream.plan import Planner, StepsAhead, make_schedule

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from plan_corpora import make_corpus
+
 from slipstream.config.recipe import PlanSection
 from slipstream.errors import PlanError
 from slipstream.plan import CorpusIndex, Planner, Schedule, make_schedule
@@ -131,7 +132,8 @@ def test_a_run_can_be_refilled_at_any_step(run, data):
 
 
 @pytest.mark.parametrize(
-    ("replays", "distance", "columns", "steady"), [(2, 50, 1, 53), (2, 50, 2, 53), (3, 50, 1, 52), (3, 50, 4, 55), (4, 20, 4, 25)]
+    ("replays", "distance", "columns", "steady"),
+    [(2, 50, 1, 53), (2, 50, 2, 53), (3, 50, 1, 52), (3, 50, 4, 55), (4, 20, 4, 25)],
 )
 def test_a_long_run_is_steady(replays, distance, columns, steady):
     assert steady_distance(replays=replays, replay_distance=distance, num_columns=columns) == steady

@@ -30,7 +30,6 @@ def plan(
     """
     from slipstream.config import load_recipe
     from slipstream.launch.preflight import preflight
-    from slipstream.plan import resolve_placement
     from slipstream.runfolder import RunFolder
 
     resolved = load_recipe(recipe, overrides=overrides or ())
@@ -38,14 +37,13 @@ def plan(
     started = RunFolder(Path(resolved.runs) / resolved.name).recipe.is_file()
     flight = preflight(resolved, resume=started)
     schedule = _schedule(resolved)
-    device: Literal["cpu", "cuda"] = "cuda" if flight.device == "cuda" else "cpu"
-    placement = resolve_placement(placement=resolved.placement, device=device, num_devices=flight.num_devices)
-    memory = _memory(flight=flight, schedule=schedule, device=device)
+    placement = flight.placement
+    memory = _memory(flight=flight, schedule=schedule)
     if as_json:
         typer.echo(json.dumps(_as_dict(schedule=schedule, memory=memory, placement=placement), indent=1))
     else:
         _print_all(recipe=resolved, schedule=schedule, memory=memory, placement=placement)
-    _refuse(memory=memory, placement=placement, device=device)
+    _refuse(memory=memory, placement=placement, device=flight.device)
 
 
 def _schedule(recipe: Recipe) -> Schedule:
@@ -57,7 +55,7 @@ def _schedule(recipe: Recipe) -> Schedule:
     return make_schedule(index=index, plan=recipe.plan, block_size=recipe.drafter.block_size)
 
 
-def _memory(*, flight: Preflight, schedule: Schedule, device: Literal["cpu", "cuda"]) -> MemoryPlan:
+def _memory(*, flight: Preflight, schedule: Schedule) -> MemoryPlan:
     from slipstream.plan import plan_memory
 
     return plan_memory(
@@ -65,22 +63,18 @@ def _memory(*, flight: Preflight, schedule: Schedule, device: Literal["cpu", "cu
         info=flight.info,
         shape=flight.shape,
         schedule_slots_per_column=schedule.slots_per_column,
-        device=device,
+        device=flight.device,
     )
 
 
 def _refuse(*, memory: MemoryPlan, placement: Placement, device: str) -> None:
+    from slipstream.device.limits import available_memory
+
     memory.check_host_slots()
     if device == "cpu":
-        memory.check_machine(placement=placement.mode, memory_bytes=_machine_bytes())
+        memory.check_machine(placement=placement.mode, memory_bytes=available_memory())
     else:
         memory.check_gpus(placement=placement, gpu_memory_bytes=_gpu_bytes())
-
-
-def _machine_bytes() -> int:
-    import os
-
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _gpu_bytes() -> list[int]:

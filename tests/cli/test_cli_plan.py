@@ -1,0 +1,136 @@
+"""`slipstream plan` on a small corpus: what it prints, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+from typer.testing import CliRunner
+
+from slipstream.cli.main import app
+from slipstream.corpus.meta import CorpusMeta, template_fingerprint, tokenizer_fingerprint
+from slipstream.corpus.store import write_store
+
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 256,
+    "tie_word_embeddings": True,
+}
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    """A recipe whose target has config, tokenizer and weights on disk, and whose corpus has 60 documents."""
+    target, rng = tmp_path / "target", np.random.default_rng(0)
+    target.mkdir()
+    (target / "config.json").write_text(json.dumps(CONFIG))
+    (target / "tokenizer.json").write_text("{}")
+    save_file({"model.embed_tokens.weight": np.zeros((256, 64), np.float32)}, target / "model.safetensors")
+    documents = [
+        {"token_ids": rng.integers(10, 256, length).tolist(), "loss_mask": [False] * 5 + [True] * (length - 5)}
+        for length in rng.integers(10, 140, 60)
+    ]
+    meta = CorpusMeta(
+        target=str(target),
+        tokenizer_fingerprint=tokenizer_fingerprint(target),
+        template_fingerprint=template_fingerprint(target),
+    )
+    write_store(tmp_path / "corpus", documents, meta)
+    file = tmp_path / "recipe.toml"
+    file.write_text(
+        f"""
+name = "tiny"
+runs = "{tmp_path}/runs"
+[target]
+model = "{target}"
+num_taps = 3
+[corpus]
+path = "{tmp_path}/corpus"
+[plan]
+pack_tokens = 128
+pack_anchors = 32
+packs_per_step = 2
+epochs = 2
+[drafter]
+mask_token_id = 3
+num_layers = 1
+block_size = 4
+[placement]
+device = "cpu"
+host_memory_gb = 0.5
+"""
+    )
+    return file
+
+
+def planned(recipe: Path, *overrides: str) -> dict:
+    """The plan as JSON."""
+    result = CliRunner().invoke(app, ["plan", str(recipe), *overrides, "--json"])
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def test_json_holds_the_schedule_and_the_memory_of_both_placements(recipe):
+    plan = planned(recipe)
+    summary = plan["summary"]
+    assert summary["documents"] == 60
+    assert summary["uses_of_documents"] + 2 * sum(summary["refused"].values()) == 120
+    assert summary["steps"] == -(-summary["packs"] // 2)
+    assert plan["slots"]["number"] == 2 * plan["slots"]["per_column"] == 6
+    assert plan["slots"]["bytes"] == 6 * 128 * 3 * 64 * 2
+    assert [(process["placement"], process["role"]) for process in plan["processes"]] == [
+        ("colocated", "colocated"),
+        ("split", "target"),
+        ("split", "drafter"),
+    ]
+    assert not (recipe.parent / "runs").exists(), "planning writes nothing"
+
+
+def test_the_schedule_does_not_change_with_ranks_workers_or_memory(recipe):
+    digest = planned(recipe)["digest"]
+    for change in (
+        "placement.drafter_ranks=2",
+        "placement.target_workers=3",
+        "placement.host_memory_gb=0.25",
+        "placement.mode=split",
+    ):
+        assert planned(recipe, change)["digest"] == digest
+    assert planned(recipe, "plan.seed=1")["digest"] != digest
+
+
+def test_tables_name_what_matters(recipe):
+    result = CliRunner(env={"COLUMNS": "160"}).invoke(app, ["plan", str(recipe), "plan.replays=2", "plan.replay_distance=10"])
+    assert result.exit_code == 0, result.output
+    for text in (
+        "plan of tiny",
+        "too_long",
+        "mixing",
+        "2 uses a pack",
+        "drafter weights",
+        "split, MiB",
+        "colocated, MiB",
+        "slots:",
+    ):
+        assert text in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("placement.host_memory_gb=0.0001", "placement.host_memory_gb = 0.0: the schedule needs 6 slots"),
+        ("plan.replays=16 plan.replay_distance=200", "plan.replays = 16: the run is too short"),
+        ("plan.packs=1", "plan.packs = 1: no such key"),
+    ],
+)
+def test_what_cannot_be_is_refused(recipe, override, message):
+    result = CliRunner().invoke(app, ["plan", str(recipe), *override.split()])
+    assert result.exit_code == 2
+    assert message in result.stderr

@@ -1,0 +1,217 @@
+"""Closed forms of memory, against tensors' sizes and the transport's own layout; refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from slipstream.config import make_recipe, read_target_info, resolve_drafter
+from slipstream.errors import PlanError
+from slipstream.plan import owned_columns, plan_memory, resolve_placement, slot_bytes
+from slipstream.plan.memory import GIB
+from slipstream.plan.weights import count_target_weights
+from slipstream.transport.layout import SlotLayout
+
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 256,
+    "tie_word_embeddings": False,
+}
+LAYER = {
+    "self_attn.q_proj.weight": (64, 64),
+    "self_attn.k_proj.weight": (32, 64),
+    "self_attn.v_proj.weight": (32, 64),
+    "self_attn.o_proj.weight": (64, 64),
+    "mlp.gate_proj.weight": (160, 64),
+    "mlp.up_proj.weight": (160, 64),
+    "mlp.down_proj.weight": (64, 160),
+    "input_layernorm.weight": (64,),
+    "post_attention_layernorm.weight": (64,),
+}
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Path:
+    """A dense target: its config and no weights."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    return tmp_path
+
+
+def recipe_of(target: Path, **sections):
+    """A recipe for that target."""
+    raw = {
+        "name": "memory",
+        "target": {"model": str(target), "num_taps": 3},
+        "corpus": {"path": "corpus"},
+        "plan": {"pack_tokens": 256, "pack_anchors": 32, "packs_per_step": 4},
+        "drafter": {"mask_token_id": 3, "num_layers": 2, "block_size": 8},
+    }
+    for name, section in sections.items():
+        raw[name] = raw.get(name, {}) | section
+    return make_recipe(raw)
+
+
+def memory_of(target: Path, *, slots: int = 3, device: str = "cpu", **sections):
+    """The memory plan of such a recipe."""
+    recipe, info = recipe_of(target, **sections), read_target_info(str(target))
+    return plan_memory(
+        recipe=recipe,
+        info=info,
+        shape=resolve_drafter(recipe=recipe, info=info),
+        schedule_slots_per_column=slots,
+        device=device,
+    )
+
+
+def item(process, name: str) -> int:
+    """Bytes of one item."""
+    (found,) = [entry.nbytes for entry in process.items if entry.name == name]
+    return found
+
+
+@pytest.mark.parametrize("last_hidden", [False, True])
+@pytest.mark.parametrize(
+    ("tokens", "taps", "hidden", "dtype"), [(128, 5, 64, "bfloat16"), (384, 3, 6, "float32"), (128, 1, 5, "bfloat16")]
+)
+def test_a_slot_is_as_large_as_the_transport_makes_it(tokens, taps, hidden, dtype, last_hidden):
+    layout = SlotLayout(pack_tokens=tokens, num_taps=taps, hidden_size=hidden, dtype=dtype, last_hidden=last_hidden)
+    assert (
+        slot_bytes(pack_tokens=tokens, num_taps=taps, hidden_size=hidden, dtype=dtype, last_hidden=last_hidden) == layout.nbytes
+    )
+
+
+def test_dense_weights_by_formula_equal_those_in_the_files(target):
+    by_formula = count_target_weights(read_target_info(str(target)))
+    assert by_formula.source == "dense formula"
+    tensors = {f"model.layers.{i}.{name}": np.zeros(shape, np.float32) for i in range(8) for name, shape in LAYER.items()}
+    ends = {"model.embed_tokens.weight": np.zeros((256, 64), np.float32), "lm_head.weight": np.zeros((256, 64), np.float32)}
+    tower = {"model.visual.layers.0.weight": np.zeros(99999, np.float32)}
+    save_file({**tensors, **ends, **tower}, target / "model.safetensors")
+    by_header = count_target_weights(read_target_info(str(target)))
+    assert by_header.source == "file headers"
+    assert by_header.layers == by_formula.layers
+    assert (by_header.embedding, by_header.head) == (256 * 64, 256 * 64)
+
+
+def test_experts_are_counted_from_the_files(target):
+    tensors = {
+        f"model.layers.{i}.mlp.experts.{e}.up.weight": np.zeros((10, 64), np.float32) for i in range(8) for e in range(20)
+    }
+    save_file(tensors, target / "model.safetensors")
+    assert count_target_weights(read_target_info(str(target))).layers == (20 * 640,) * 8
+    (target / "model.safetensors").write_bytes(b"\xff" * 64)
+    assert count_target_weights(read_target_info(str(target))).source == "dense formula"
+
+
+def test_items_are_the_sizes_of_the_tensors(target):
+    memory = memory_of(target)
+    colocated, runs_target, drafter = memory.processes
+    layer = sum(int(np.prod(shape)) for shape in LAYER.values())
+    # Taps are spread over layers 1 to 5, so layers 0 to 5 are kept.
+    assert item(runs_target, "target weights") == (256 * 64 + 6 * layer) * 2
+    weights = 2 * (layer + 2 * 16) + 3 * 64 * 64 + 2 * 64
+    assert item(drafter, "drafter weights") == weights * 2
+    assert item(drafter, "master weights, two moments, gradient sum") == weights * 16
+    assert item(drafter, "frozen embedding") == item(drafter, "frozen head") == 256 * 64 * 2
+    assert item(drafter, "pack in use") == 256 * 3 * 64 * 2
+    assert item(drafter, "logits of a chunk") == 32 * 7 * 256 * 6
+    assert item(drafter, "attention mask") == 256 * 512 * 3
+    assert {entry.name for entry in colocated.items} == {entry.name for entry in (*runs_target.items, *drafter.items)}
+    assert memory.slot_nbytes == 256 * 3 * 64 * 2
+    assert memory.num_slots == 4 * 3
+    assert memory.total_bytes("split") == runs_target.peak_bytes + drafter.peak_bytes + memory.host_slot_bytes
+
+
+def test_the_peak_is_the_larger_of_start_and_training(target):
+    plain, answering = memory_of(target).of("split")[0], memory_of(target, validation={"prompts": "x.jsonl"}).of("split")[0]
+    whole = item(answering, "whole target, for validation answers")
+    assert whole > item(answering, "target weights")
+    cache = item(answering, "key-value cache of answers, at most")
+    assert answering.peak_bytes == max(plain.peak_bytes, whole + cache)
+
+
+def test_kernels_without_a_dense_mask_do_not_pay_for_one(target):
+    names = [entry.name for process in memory_of(target, device="cuda").processes for entry in process.items]
+    assert not [name for name in names if "mask" in name]
+    assert "attention mask" in [
+        e.name for e in memory_of(target, device="cuda", drafter={"attention": "sdpa"}).processes[2].items
+    ]
+
+
+def test_the_number_of_ranks_does_not_change_the_slots(target):
+    plans = [memory_of(target, placement={"drafter_ranks": ranks, "target_workers": 3}) for ranks in (1, 2, 4)]
+    assert len({plan.host_slot_bytes for plan in plans}) == 1
+    assert [plan.of("split")[1].count for plan in plans] == [1, 2, 4]
+
+
+def test_slots_above_the_budget_are_refused_with_needs_and_keys(target):
+    needed = 4 * 3 * 256 * 3 * 64 * 2
+    memory_of(target, placement={"host_memory_gb": needed / GIB}).check_host_slots()
+    short = memory_of(target, placement={"host_memory_gb": (needed - 1) / GIB})
+    with pytest.raises(PlanError) as refused:
+        short.check_host_slots()
+    message = str(refused.value)
+    assert message.startswith("placement.host_memory_gb = 0.001: the schedule needs 12 slots")
+    for key in ("plan.replays", "plan.replay_distance", "plan.packs_per_step"):
+        assert key in message
+
+
+def test_a_machine_too_small_is_refused(target):
+    memory = memory_of(target)
+    memory.check_machine(placement="split", memory_bytes=memory.total_bytes("split"))
+    with pytest.raises(PlanError, match=r"placement.mode = 'split'"):
+        memory.check_machine(placement="split", memory_bytes=memory.total_bytes("split") - 1)
+    placement = resolve_placement(
+        placement=recipe_of(target, placement={"mode": "split"}).placement, device="cuda", num_devices=1
+    )
+    together = sum(process.peak_bytes for process in memory.of("split"))
+    memory.check_gpus(placement=placement, gpu_memory_bytes=[together])
+    with pytest.raises(PlanError, match="GPU 0 has"):
+        memory.check_gpus(placement=placement, gpu_memory_bytes=[together - 1])
+
+
+def test_columns_are_shared_out_evenly_or_refused_with_the_nearest_counts():
+    owned = [owned_columns(rank=rank, ranks=3, num_columns=6) for rank in range(3)]
+    assert owned == [(0, 3), (1, 4), (2, 5)]
+    with pytest.raises(PlanError, match=r"plan.packs_per_step = 8: .*drafter_ranks \(3\).*nearest: 6 or 9"):
+        owned_columns(rank=0, ranks=3, num_columns=8)
+
+
+@pytest.mark.parametrize(
+    ("section", "device", "devices", "expected"),
+    [
+        ({}, "cpu", 1, ["colocated 0 None"]),
+        ({}, "cpu", 2, ["target 0 None", "drafter 0 None"]),
+        ({"mode": "colocated", "drafter_ranks": 2}, "cuda", 2, ["colocated 0 0", "colocated 1 1"]),
+        ({"target_workers": 2, "drafter_ranks": 2}, "cuda", 4, ["target 0 0", "target 1 1", "drafter 0 2", "drafter 1 3"]),
+        ({"mode": "split"}, "cuda", 1, ["target 0 0", "drafter 0 0"]),
+        ({"target_gpus": [1], "drafter_gpus": [0]}, "cuda", 2, ["target 0 1", "drafter 0 0"]),
+    ],
+)
+def test_processes_of_a_placement(target, section, device, devices, expected):
+    placement = resolve_placement(placement=recipe_of(target, placement=section).placement, device=device, num_devices=devices)
+    assert [f"{process.role} {process.rank} {process.gpu}" for process in placement.processes] == expected
+
+
+@pytest.mark.parametrize(
+    ("section", "device"),
+    [
+        ({"drafter_gpus": [2]}, "cuda"),
+        ({"drafter_gpus": [0, 1]}, "cuda"),
+        ({"drafter_gpus": [0]}, "cpu"),
+        ({"target_gpus": [-1]}, "cuda"),
+    ],
+)
+def test_gpus_that_are_not_there_are_refused(target, section, device):
+    (key,) = section
+    with pytest.raises(PlanError, match=f"placement.{key}"):
+        resolve_placement(placement=recipe_of(target, placement=section).placement, device=device, num_devices=2)
