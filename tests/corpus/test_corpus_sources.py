@@ -45,6 +45,13 @@ def test_forms(write_lines: WriteLines, row: dict[str, Any], messages: tuple[Mes
     assert list(read_conversations([path])) == [Conversation(messages=messages, source=str(path), line=1)]
 
 
+def test_an_answer_given_as_ids_and_as_text_counts_as_ids(write_lines: WriteLines) -> None:
+    """As `slipstream regenerate` writes it: the text is for people, it does not give the tokens back."""
+    row = {"messages": chat("system", "user"), "answer": "two.", "answer_token_ids": [5, 2], "finish": "stop", "key": "k"}
+    conversation = next(read_conversations([write_lines(row)]))
+    assert (conversation.messages, conversation.answer_token_ids) == ((SYSTEM, USER), (5, 2))
+
+
 def test_answer_ids_tools_and_template_fields_are_carried(write_lines: WriteLines) -> None:
     turn = {"role": "assistant", "content": "", "tool_calls": [{"id": 1}], "weight": 1}
     path = write_lines(

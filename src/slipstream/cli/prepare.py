@@ -70,6 +70,7 @@ def _argument(text: str) -> tuple[str, Any]:
 
 
 def _with_bar(*, sources: list[Path], target: str, out: Path, options: PrepareOptions) -> CorpusMeta:
+    from rich.console import Console
     from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
     from slipstream.corpus.prepare import PrepareProgress
@@ -83,7 +84,7 @@ def _with_bar(*, sources: list[Path], target: str, out: Path, options: PrepareOp
         TextColumn("{task.fields[kept]:,} kept, {task.fields[refused]:,} refused"),
         TimeRemainingColumn(),
     )
-    with Progress(*columns) as bar:
+    with Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task("preparing", total=None, kept=0, refused=0)
 
         def show(progress: PrepareProgress) -> None:
