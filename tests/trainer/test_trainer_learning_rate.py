@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from slipstream.config.recipe import OptimizerSection
@@ -36,7 +38,7 @@ def test_cosine_halves_in_the_middle_and_ends_above_the_minimum() -> None:
     assert found[0] == 1
     assert found[50] == pytest.approx(0.55)
     assert 0.1 < found[-1] < 0.101
-    assert all(one > two for one, two in zip(found, found[1:], strict=False))
+    assert all(one > two for one, two in pairwise(found))
 
 
 def test_wsd_holds_then_falls_linearly() -> None:

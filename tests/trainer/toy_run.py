@@ -42,7 +42,7 @@ class ToyPlanner:
         random = np.random.default_rng((1, pack_id))
         starts = np.array([0, 60, 120], dtype=np.int32)
         positions = np.concatenate([np.arange(60), np.arange(60), np.arange(8)]).astype(np.int32)
-        tokens = random.integers(1, V, size=T).astype(np.int32)
+        tokens = random.integers(1, 5, size=T).astype(np.int32)
         mask = positions >= 0
         mask[120:] = False
         return Pack(

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class Account:
-    """Time of one worker thread by state, in nanoseconds. Switched by that thread only; readable from any."""
+    """Time of one worker thread by state, in nanoseconds. The first thread that switches it owns it; any may read it."""
 
     def __init__(self, worker: str, *, clock: Callable[[], int] = time.perf_counter_ns) -> None:
         self.worker = worker
@@ -31,6 +31,7 @@ class Account:
         self._lock = threading.Lock()
         self._charged: dict[str, int] = {IDLE: 0}
         self._state = IDLE
+        self._owner: int | None = None
         self._began = self._since = clock()
 
     @contextmanager
@@ -43,6 +44,8 @@ class Account:
             self._switch(outer)
 
     def _switch(self, name: str) -> str:
+        self._owner = self._owner or threading.get_ident()
+        assert self._owner == threading.get_ident(), f"the account of {self.worker} is switched by two threads"
         with self._lock:
             now = self._clock()
             outer = self._state

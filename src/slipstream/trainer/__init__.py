@@ -4,7 +4,7 @@ Waits for: the hidden states of the next planned use, and the other ranks' gradi
 their backward passes.
 """
 
-# BUILD
+from slipstream.trainer.build import MainRank, RunParts, build_trainer
 from slipstream.trainer.checkpoint import (
     Checkpoint,
     CheckpointIdentity,
@@ -27,7 +27,9 @@ __all__ = [
     "FitResult",
     "FlatAdamW",
     "Hook",
+    "MainRank",
     "RankGroup",
+    "RunParts",
     "Trainer",
     "build_trainer",
     "complete_checkpoints",

@@ -4,24 +4,186 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Protocol
 
-from slipstream.observe import MetricLog
+import torch
+from torch import Tensor, nn
+
+from slipstream.config.drafter_shape import DrafterShape
+from slipstream.config.recipe import Recipe
+from slipstream.drafter import make_block_batch, noise_std
+from slipstream.drafter.noise import add_noise
+from slipstream.objective import block_loss, planned_denominator
+from slipstream.observe import Account, MetricLog
+from slipstream.records import BlockBatch, Pack, Step, Use
+from slipstream.trainer.checkpoint import CheckpointIdentity, read_checkpoint
+from slipstream.trainer.column import ColumnPass, FrozenEnds
+from slipstream.trainer.guard import Counters, DivergenceGuard
+from slipstream.trainer.hooks import GuardHook, Hook, MetricsHook, ValidationHook
+from slipstream.trainer.loop import HiddenSource, Saving, Trainer
+from slipstream.trainer.optim import FlatAdamW
+from slipstream.trainer.prefetch import Planner, PreparedStep, prepare_step
+from slipstream.trainer.ranks import ColumnShare, RankGroup
+from slipstream.trainer.saving import CheckpointWriter
+from slipstream.trainer.tally import StepTally
+
+
+class ScheduleFacts(Protocol):
+    """What the trainer must know of a schedule beside its steps."""
+
+    @property
+    def num_steps(self) -> int: ...
+    @property
+    def num_columns(self) -> int: ...
+    @property
+    def digest(self) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
-class PlanFacts:
-    """What the trainer must know of a plan beside its steps."""
+class RunParts:
+    """What every rank hands over. `ends` are in the drafter's type and place; `group` is none for a rank alone.
 
-    num_steps: int
-    num_columns: int
-    digest: str
+    `drafter` holds the initial weights; the trainer takes its parameters over.
+    """
+
+    recipe: Recipe
+    shape: DrafterShape
+    schedule: ScheduleFacts
+    planner: Planner
+    source: HiddenSource
+    drafter: nn.Module
+    ends: FrozenEnds
+    target_fingerprint: str
+    share: ColumnShare
+    group: RankGroup | None
+    account: Account
+    device: torch.device
 
 
 @dataclass(frozen=True, slots=True)
 class MainRank:
-    """Side jobs that one rank does for all, rank 0. `validate(step)` returns metrics; none measures nothing."""
+    """The side jobs that rank 0 does for all. `validate(step)` returns metrics by name; none measures nothing.
+
+    "acceptance_length" among them decides which checkpoint is the best.
+    """
 
     log: MetricLog
     checkpoints: Path
     validate: Callable[[int], Mapping[str, object]] | None
+
+
+def build_trainer(*, parts: RunParts, main: MainRank | None, resume: Path | None = None) -> Trainer:
+    """A trainer at step 0, or at the cursor of the checkpoint `resume`. `main` is given to rank 0 and to no other.
+
+    Raises `CheckpointError` when the checkpoint is damaged or belongs to another run.
+    """
+    recipe, schedule = parts.recipe, parts.schedule
+    assert (main is not None) == (parts.share.rank == 0), "rank 0, and no other, has the side jobs"
+    assert (parts.group is None) == (parts.share.ranks == 1), "ranks that are not alone have a group"
+    identity = CheckpointIdentity.of(
+        recipe=recipe,
+        shape=parts.shape,
+        plan_digest=schedule.digest,
+        target_fingerprint=parts.target_fingerprint,
+    )
+    block_size = parts.shape.block_size
+    optimizer = FlatAdamW(parts.drafter, section=recipe.optimizer, num_extra=StepTally.size(block_size))
+    counters, start_step = Counters(), 0
+    if resume is not None:
+        checkpoint = read_checkpoint(resume, identity=identity)
+        optimizer.load_state(checkpoint.state)
+        counters, start_step = Counters(**checkpoint.counters), checkpoint.cursor.step
+    validation = _validation(parts, main)
+    return Trainer(
+        prepare=_prepare(parts),
+        num_steps=schedule.num_steps,
+        start_step=start_step,
+        plan_digest=schedule.digest,
+        block_size=block_size,
+        source=parts.source,
+        column_pass=_column_pass(parts),
+        optimizer=optimizer,
+        section=recipe.optimizer,
+        checkpoint_every_steps=recipe.checkpoint.every_steps,
+        saving=_saving(parts, main, identity=identity, validation=validation),
+        group=parts.group,
+        hooks=_hooks(parts, main, counters=counters, validation=validation),
+        counters=counters,
+        account=parts.account,
+    )
+
+
+def _prepare(parts: RunParts) -> Callable[[int], PreparedStep]:
+    objective = parts.recipe.objective
+    make_batch = partial(
+        _make_batch,
+        block_size=parts.shape.block_size,
+        mask_token_id=parts.shape.mask_token_id,
+        chunk_rows=objective.chunk_rows,
+    )
+
+    def denominator(step: Step) -> float:
+        return planned_denominator(objective=objective, supervised_per_slot=step.supervised_per_slot)
+
+    columns = parts.share.columns(parts.schedule.num_columns)
+
+    def prepare(index: int) -> PreparedStep:
+        return prepare_step(planner=parts.planner, index=index, columns=columns, make_batch=make_batch, denominator=denominator)
+
+    return prepare
+
+
+def _make_batch(pack: Pack, use: Use, *, block_size: int, mask_token_id: int, chunk_rows: int) -> BlockBatch:
+    return make_block_batch(pack=pack, use=use, block_size=block_size, mask_token_id=mask_token_id, chunk_rows=chunk_rows)
+
+
+def _column_pass(parts: RunParts) -> ColumnPass:
+    objective, seed, num_steps = parts.recipe.objective, parts.recipe.plan.seed, parts.schedule.num_steps
+
+    def noise(hidden_TKD: Tensor, batch: BlockBatch) -> Tensor:
+        std = noise_std(objective=objective, step=batch.step, num_steps=num_steps)
+        return add_noise(hidden_TKD, std=std, seed=seed, pack_id=batch.pack_id, use_number=batch.use_number)
+
+    return ColumnPass(
+        drafter=parts.drafter,
+        ends=parts.ends,
+        loss=partial(block_loss, objective=objective),
+        noise=noise if objective.noise_std or objective.noise_end_std else None,
+        target_fingerprint=parts.target_fingerprint,
+        device=parts.device,
+        account=parts.account,
+    )
+
+
+def _validation(parts: RunParts, main: MainRank | None) -> ValidationHook | None:
+    if main is None or main.validate is None:
+        return None
+    return ValidationHook(
+        measure=main.validate,
+        log=main.log,
+        every_steps=parts.recipe.validation.every_steps,
+        num_steps=parts.schedule.num_steps,
+    )
+
+
+def _saving(
+    parts: RunParts, main: MainRank | None, *, identity: CheckpointIdentity, validation: ValidationHook | None
+) -> Saving | None:
+    if main is None:
+        return None
+    writer = CheckpointWriter(folder=main.checkpoints, identity=identity, keep=parts.recipe.checkpoint.keep)
+    return Saving(writer=writer, acceptance_at=validation.acceptance_at if validation else lambda step: None)
+
+
+def _hooks(parts: RunParts, main: MainRank | None, *, counters: Counters, validation: ValidationHook | None) -> list[Hook]:
+    """Metrics before the guard, so that the step that ends a run is seen; validation last."""
+    hooks: list[Hook] = []
+    if main is not None:
+        facts = {"run": parts.recipe.name, "num_steps": parts.schedule.num_steps, "drafter_ranks": parts.share.ranks}
+        hooks.append(MetricsHook(log=main.log, counters=counters, facts=facts))
+    hooks.append(GuardHook(guard=DivergenceGuard(max_bad_steps=parts.recipe.optimizer.max_bad_steps), counters=counters))
+    if validation is not None:
+        hooks.append(validation)
+    return hooks

@@ -6,12 +6,13 @@ T context tokens, K taps, D hidden, N anchors, B block size, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from slipstream.drafter import batch_to
 from slipstream.errors import TargetError
 from slipstream.observe import Account
 from slipstream.records import BlockBatch, HiddenPack
@@ -62,7 +63,7 @@ class ColumnPass:
             )
         with self.account.state("forward"):
             bad_rows = count_bad_rows(hidden.hidden_TKD)
-            batch = on_device(column.batch, self.device)
+            batch = batch_to(column.batch, device=self.device)
             hidden_TKD = hidden.hidden_TKD if self.noise is None else self.noise(hidden.hidden_TKD, batch)
             hidden_NBD = self.drafter(hidden_TKD=hidden_TKD, batch=batch, embedding_VD=self.ends.embedding_VD)
             sums = self.loss(hidden_NBD=hidden_NBD, head_VD=self.ends.head_VD, batch=batch)
@@ -76,15 +77,3 @@ def count_bad_rows(hidden_TKD: Tensor) -> Tensor:
     """How many tokens have a value that is not finite: a scalar on the device, one pass over the slot."""
     sums_T = hidden_TKD.flatten(1).sum(dim=1, dtype=torch.float32)
     return (~torch.isfinite(sums_T)).sum()
-
-
-def on_device(batch: BlockBatch, device: torch.device) -> BlockBatch:
-    """The same batch with its tensors on `device`; on the CPU it is the same object."""
-    if device.type == "cpu":
-        return batch
-    moved: dict[str, Any] = {
-        field.name: value.to(device, non_blocking=True)
-        for field in fields(batch)
-        if isinstance(value := getattr(batch, field.name), Tensor)
-    }
-    return replace(batch, **moved)

@@ -89,9 +89,9 @@ class StepPrefetch:
 
     def __exit__(self, *_: object) -> None:
         self._closing.set()
-        while self._thread.is_alive():
-            self._discard()
-            self._thread.join(timeout=0.05)
+        while not self._queue.empty():
+            self._queue.get_nowait()
+        self._thread.join()  # at most one more step is put after closing, and for that there is room now
 
     def __iter__(self) -> Iterator[PreparedStep]:
         for _ in self._steps:
@@ -108,9 +108,3 @@ class StepPrefetch:
                 self._queue.put(self._prepare(index))
         except Exception as error:  # carried to the loop's thread, where it belongs
             self._queue.put(error)
-
-    def _discard(self) -> None:
-        try:
-            self._queue.get_nowait()
-        except queue.Empty:
-            return
