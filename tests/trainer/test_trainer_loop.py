@@ -234,6 +234,17 @@ def test_stop_finishes_the_step_and_saves(tmp_path: Path) -> None:
     assert [record.step for record in run.recorder.records] == [0]
 
 
+def test_a_stop_that_comes_within_a_step_ends_with_that_step() -> None:
+    asked = False
+
+    def damage(pack_id: int, hidden: Tensor) -> None:
+        nonlocal asked
+        asked = asked or pack_id == 4
+
+    run = make_run(num_steps=9, source=ToySource(damage=damage))
+    assert run.trainer.fit(stop=lambda: asked).step == 5
+
+
 def test_checkpoints_keep_the_newest_and_the_best(tmp_path: Path) -> None:
     best = {2: 1.5, 4: 2.5, 6: 2.0, 8: 2.1, 10: 2.2}
     run = make_run(num_steps=10, folder=tmp_path, every=2, keep=2, acceptance_at=best.get)

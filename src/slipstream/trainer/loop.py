@@ -90,8 +90,9 @@ class Trainer:
     def fit(self, *, stop: Callable[[], bool] = lambda: False) -> FitResult:
         """Train from `start_step` to the end of the plan, or until `stop()`; the state is saved either way.
 
-        `stop` is asked before every step. A rank alone finishes the step it is in; a group agrees through the reduction
-        and stops one step later, on all ranks at once. Raises `TrainingDiverged`, `CheckpointError`, and whatever the
+        A rank alone asks `stop` after every step, and so finishes the one it is in. The ranks of a group ask before every
+        step and agree through its reduction, which they read a step late: all stop together, after the step that the
+        question came with and one more. Raises `TrainingDiverged`, `CheckpointError`, and whatever the
         transport or a hook raises.
         """
         for hook in self.hooks:
@@ -102,7 +103,7 @@ class Trainer:
             steps = range(done, self.num_steps)
             prefetch = stack.enter_context(StepPrefetch(self._prepare, steps=steps, depth=PREPARED_STEPS))
             for prepared in prefetch:
-                stopping = self._one_step(prepared, stop_asked=stop())
+                stopping = self._one_step(prepared, stop=stop)
                 done = prepared.index + 1
                 if stopping:
                     break
@@ -111,19 +112,19 @@ class Trainer:
             hook.on_end(done, status)
         return FitResult(step=done, status=status, counters=self.counters)
 
-    def _one_step(self, prepared: PreparedStep, *, stop_asked: bool) -> bool:
+    def _one_step(self, prepared: PreparedStep, *, stop: Callable[[], bool]) -> bool:
         """A step and its side jobs. Returns whether to stop."""
         if self._saving is not None:
             self._saving.writer.check()
         for hook in self.hooks:
             hook.before_step(prepared.index)
         began = time.perf_counter()
-        result = self.train_step(prepared, stop_asked=stop_asked)
+        result = self.train_step(prepared, stop_asked=self._group is not None and stop())
         self._ring.push(result, epoch=prepared.epoch, seconds=time.perf_counter() - began)
         done = prepared.index + 1
         due = done % self._checkpoint_every_steps == 0 or done == self.num_steps
         records = self._ring.drain(all_of_it=due)
-        stopping = stop_asked if self._group is None else any(record.stop for record in records)
+        stopping = stop() if self._group is None else any(record.stop for record in records)
         if stopping and not due:
             records += self._ring.drain(all_of_it=True)
         with self._account.state("hooks"):
