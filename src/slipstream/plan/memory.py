@@ -19,6 +19,8 @@ GIB = 2**30
 BYTES = {"bfloat16": 2, "float32": 4}
 _FP32 = 4
 _ALIGNMENT_BYTES = 128
+_TILE_QUERIES = 128
+_SOFTMAX_ROWS_ON_CPU = 64
 
 Phase = Literal["always", "start", "train"]
 
@@ -160,11 +162,11 @@ def _target_items(
     start: list[MemoryItem] = []
     if recipe.validation.prompts is not None:
         batch, answer = recipe.validation.batch_size, recipe.validation.max_new_tokens
-        cached = batch * (tokens + answer) * 2 * info.num_key_value_heads * info.head_dim * info.num_layers
+        cached = batch * 2 * answer * 2 * info.num_key_value_heads * info.head_dim * info.num_layers
         whole = (sum(weights.layers) + ends) * size
         start = [
             MemoryItem("whole target, for validation answers", whole, f"all layers and ends, {weights.source}", "start"),
-            MemoryItem("key-value cache of answers, at most", cached * size, "batch (T + new tokens) 2 G h layers", "start"),
+            MemoryItem("key-value cache of answers", cached * size, "batch 2 G h layers; prompts as long as answers", "start"),
         ]
     heads = info.head_dim * (2 * info.num_attention_heads + 2 * info.num_key_value_heads)
     active = tokens * (4 * info.hidden_size + 3 * info.intermediate_size + heads) * size
@@ -181,45 +183,60 @@ def _target_items(
 def _drafter_items(*, recipe: Recipe, info: TargetInfo, shape: DrafterShape, device: str) -> tuple[MemoryItem, ...]:
     size, count = BYTES[recipe.drafter.dtype], shape.num_parameters
     plan, width = recipe.plan, shape.hidden_size
-    queries = plan.pack_anchors * shape.block_size
     layer = (count - shape.num_taps * width * width) // shape.num_layers
     vocabulary = shape.vocab_size * width
     rows = plan.pack_anchors * (shape.block_size - 1)
-    chunk = min(recipe.objective.chunk_rows, rows) * shape.vocab_size
-    state = [
+    in_use = plan.pack_tokens * shape.num_taps * width
+    return (
         MemoryItem("drafter weights", count * size, f"{count} weights in {recipe.drafter.dtype}"),
         MemoryItem("master weights, two moments, gradient sum", 4 * count * _FP32, "4 x fp32"),
         MemoryItem("gradients of a layer", layer * size, "in compute dtype, added to the sum and dropped", "train"),
         MemoryItem("frozen embedding", vocabulary * size, "V D"),
         MemoryItem("frozen head", 0 if info.tie_word_embeddings else vocabulary * size, "V D, or the embedding itself"),
-        MemoryItem("logits of a chunk", chunk * (size + _FP32), "chunk rows V, once in fp32", "train"),
+        _logits(chunk_rows=min(recipe.objective.chunk_rows, rows), vocab_size=shape.vocab_size, size=size, device=device),
         MemoryItem("rows of the loss", 3 * rows * width * size, "N (B - 1) D: gathered, gradient, and its place", "train"),
-        MemoryItem("pack in use", plan.pack_tokens * shape.num_taps * width * size, "T K D in the drafter's dtype", "train"),
-        _activations(shape=shape, tokens=plan.pack_tokens, queries=queries, size=size),
-    ]
-    if _attends_densely(attention=recipe.drafter.attention, device=device):
-        kinds = len(set(shape.layer_types))
-        keys = plan.pack_tokens + queries
-        state.append(
-            MemoryItem("attention mask", kinds * queries * keys * (1 + size), "Q (T + Q) for each kind of layer", "train")
-        )
-    return tuple(state)
+        MemoryItem("pack in use", in_use * size, "T K D in the drafter's dtype", "train"),
+        _activations(shape=shape, tokens=plan.pack_tokens, anchors=plan.pack_anchors, size=size),
+        *_attention(recipe=recipe, shape=shape, size=size, device=device),
+    )
 
 
-def _activations(*, shape: DrafterShape, tokens: int, queries: int, size: int) -> MemoryItem:
-    """What the backward pass needs: of each layer, inputs and outputs of its norms, projections, attention and MLP."""
-    attention, shared = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
-    per_query = 6 * shape.hidden_size + 4 * attention + 4 * shared + 4 * shape.intermediate_size
-    per_token = 4 * shared
-    layers = shape.num_layers * (queries * per_query + tokens * per_token)
-    fused = 2 * tokens * shape.hidden_size + 2 * queries * shape.hidden_size
+def _logits(*, chunk_rows: int, vocab_size: int, size: int, device: str) -> MemoryItem:
+    """A chunk's logits in compute dtype and, where that is not fp32, the rows of it that the softmax has in fp32."""
+    fp32_rows = 0 if size == _FP32 else min(_SOFTMAX_ROWS_ON_CPU, chunk_rows) if device == "cpu" else chunk_rows
+    nbytes = (chunk_rows * size + fp32_rows * _FP32) * vocab_size
+    return MemoryItem("logits of a chunk", nbytes, f"{chunk_rows} V, and {fp32_rows} V in fp32", "train")
+
+
+def _activations(*, shape: DrafterShape, tokens: int, anchors: int, size: int) -> MemoryItem:
+    """What the backward pass needs: inputs (in fp32) and outputs of norms, heads before and after theirs, the MLP."""
+    queries, width = anchors * shape.block_size, shape.hidden_size
+    heads, shared = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
+    per_query = 8 * width + 6 * heads + 5 * shared + 4 * shape.intermediate_size
+    layers = shape.num_layers * (queries * per_query + tokens * 5 * shared)
+    ends = (4 * tokens + 5 * queries) * width
     statistics = shape.num_layers * queries * shape.num_attention_heads * _FP32
-    formula = "layers (Q (6 D + 4 H h + 4 G h + 4 F) + T 4 G h) + 2 T D + 2 Q D, and Q H in fp32 a layer"
-    return MemoryItem("drafter activations", (layers + fused) * size + statistics, formula, "train")
+    formula = "layers (Q (8 D + 6 H h + 5 G h + 4 F) + T 5 G h) + (4 T + 5 Q) D, and Q H in fp32 a layer"
+    return MemoryItem("drafter activations", (layers + ends) * size + statistics, formula, "train")
 
 
-def _attends_densely(*, attention: str, device: str) -> bool:
-    return attention == "sdpa" or (attention == "auto" and device == "cpu")
+def _attention(*, recipe: Recipe, shape: DrafterShape, size: int, device: str) -> tuple[MemoryItem, ...]:
+    """Dense masks, boolean and in the compute dtype, with the keys and values that are gathered for them; none with flex."""
+    tokens, queries = recipe.plan.pack_tokens, recipe.plan.pack_anchors * shape.block_size
+    if recipe.drafter.attention == "flex" or (recipe.drafter.attention == "auto" and device == "cuda"):
+        return ()
+    if device == "cuda":
+        keys, copies, what = tokens + queries, tokens + queries, "T + Q"
+    else:
+        # Tiles of 128 queries see the documents that their anchors lie in: taken as a quarter of the pack at most.
+        keys = tokens // 4 + _TILE_QUERIES
+        copies, what = -(-queries // _TILE_QUERIES) * keys, f"T / 4 + {_TILE_QUERIES}"
+    masks = len(set(shape.layer_types)) * queries * keys * (1 + size)
+    gathered = shape.num_layers * copies * 2 * shape.num_key_value_heads * shape.head_dim * size
+    return (
+        MemoryItem("attention masks", masks, f"Q ({what}) for each kind of layer", "train"),
+        MemoryItem("keys and values gathered for them", gathered, f"layers 2 G h ({what}), for each tile", "train"),
+    )
 
 
 def _aligned(nbytes: int) -> int:
