@@ -24,9 +24,13 @@ def train(
     changes = [*(overrides or []), *([f"drafter.warm_start={warm_start}"] if warm_start else [])]
     resolved = load_recipe(recipe, overrides=changes)
 
-    from slipstream.launch import train_run
+    from slipstream.launch.preflight import preflight
 
-    result = train_run(recipe=resolved, resume=resume, given=recipe.read_text(), on_report=_Progress(quiet=as_json))
+    flight = preflight(resolved, resume=resume)
+
+    from slipstream.launch.local import train_run
+
+    result = train_run(flight=flight, given=recipe.read_text(), on_report=_Progress(quiet=as_json))
     if as_json:
         typer.echo(
             json.dumps(

@@ -1,9 +1,8 @@
 """Where processes come from: preflight, the supervisor, the roles that children play, and validation during training.
 
 Flows in: a recipe. Flows out: a run folder with a trained drafter. Waits for: its children, each held by its own handle.
+
+`preflight` (what can be refused at once) → `local` (one host: `train_run`) → `supervisor`, `processes` (children by handle) →
+`child`, `roles` (what they do) · `planning` (what all of them derive from the run folder) · `runbook` (what a run says).
+Importing this package imports nothing, so that preflight stays under two seconds.
 """
-
-from slipstream.launch.local import RunResult, train_run
-from slipstream.launch.preflight import Preflight, preflight
-
-__all__ = ["Preflight", "RunResult", "preflight", "train_run"]

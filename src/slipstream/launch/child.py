@@ -62,10 +62,10 @@ def main() -> int:
     control = Control(connection_from_fd(job["descriptors"]["control"]))
     try:
         from slipstream.device.threads import set_threads
-        from slipstream.launch.roles import ROLES
+        from slipstream.launch.roles import role
 
         set_threads(job["threads"])
-        result = ROLES[job["role"]](job, control)
+        result = role(job["role"])(job, control)
     except SlipstreamError as error:
         log.error("%s", error)
         control.report("failed", {"kind": type(error).__name__, "message": str(error)})

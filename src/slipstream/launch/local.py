@@ -25,7 +25,7 @@ from slipstream.device.shared import SharedMemory
 from slipstream.device.threads import share_threads
 from slipstream.errors import CheckpointError, Interrupted, PlanError, WorkerFailed
 from slipstream.launch.planning import RunPlan, open_run_plan, slot_layout, write_schedule
-from slipstream.launch.preflight import Preflight, preflight
+from slipstream.launch.preflight import Preflight
 from slipstream.launch.processes import Child, start_child
 from slipstream.launch.runbook import RunBook
 from slipstream.launch.supervisor import Supervisor
@@ -51,15 +51,14 @@ class RunResult:
     validations: list[dict[str, Any]] = field(default_factory=list)
 
 
-def train_run(*, recipe: Recipe, resume: bool = False, given: str | None = None, on_report: Report | None = None) -> RunResult:
+def train_run(*, flight: Preflight, given: str | None = None, on_report: Report | None = None) -> RunResult:
     """Train as the recipe says and return where the result lies.
 
     `given` is the recipe file's own text, kept beside the resolved one. `on_report(worker, kind, payload)` hears every report
-    of every worker. With `resume` the run of that name goes on from its newest checkpoint.
+    of every worker. A flight with `resume` goes on from the run's newest checkpoint.
     """
-    flight = preflight(recipe, resume=resume)
-    folder = flight.folder
-    if resume:
+    recipe, folder = flight.recipe, flight.folder
+    if flight.resume:
         _check_same_recipe(recipe=recipe, saved=folder.recipe)
     folder.create()
     folder.recipe.write_text(dump_recipe(recipe))
@@ -69,7 +68,7 @@ def train_run(*, recipe: Recipe, resume: bool = False, given: str | None = None,
     book = RunBook(folder=folder, recipe=recipe, on_report=on_report)
     book.state("starting")
     try:
-        return _Run(flight=flight, book=book, resume=resume).run()
+        return _Run(flight=flight, book=book).run()
     except Interrupted as error:
         book.state("interrupted", cause=str(error))
         raise
@@ -86,7 +85,6 @@ class _Run:
 
     flight: Preflight
     book: RunBook
-    resume: bool
     memories: list[SharedMemory] = field(default_factory=list)
     broker: Broker | None = None
     checkpoint: Path | None = None
@@ -96,7 +94,7 @@ class _Run:
         schedule = write_schedule(recipe=recipe, folder=folder)
         self._check_memory(slots_per_column=schedule.slots_per_column, validation_slots=0)
         start_step = 0
-        if self.resume:
+        if self.flight.resume:
             self.checkpoint = latest(folder.checkpoints)
             if self.checkpoint is not None:
                 start_step = _cursor_step(self.checkpoint, digest=schedule.digest)

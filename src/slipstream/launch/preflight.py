@@ -34,6 +34,7 @@ class Preflight:
     folder: RunFolder
     device: DeviceKind
     placement: Placement
+    resume: bool
 
 
 def preflight(recipe: Recipe, *, resume: bool = False) -> Preflight:
@@ -60,6 +61,7 @@ def preflight(recipe: Recipe, *, resume: bool = False) -> Preflight:
         folder=folder,
         device=device,
         placement=placement,
+        resume=resume,
     )
 
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from slipstream.config import TargetInfo
 from slipstream.errors import TargetError
+from slipstream.target.dtypes import DTYPES
 from slipstream.target.fingerprint import weight_files
-from slipstream.target.loading import DTYPES
 
 EMBEDDINGS = (
     "model.embed_tokens.weight",

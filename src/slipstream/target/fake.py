@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from slipstream.records import Pack
+from slipstream.target.dtypes import DTYPES
 from slipstream.target.ends import FrozenEnds
-from slipstream.target.loading import DTYPES
 
 MEMORY_TOKENS: Final = 16
 DECAY: Final = 0.6
@@ -41,7 +41,7 @@ class FakeTarget:
         self._ends_VD = torch.randn(vocab_size, hidden_size, generator=generator) * hidden_size**-0.5
 
     def capture(self, pack: Pack, *, hidden_TKD: Tensor, last_hidden_TD: Tensor | None = None) -> int:
-        """Write hidden states into the slot `[T, K, D]`, padding 0, and the last tap into `last_hidden_TD`; returns real rows."""
+        """Write states into the slot `[T, K, D]`, padding 0, and the last tap into `last_hidden_TD`; returns the real rows."""
         if self._delay_seconds is not None:
             time.sleep(self._delay_seconds(pack.pack_id))
         num_tokens = pack.num_tokens

@@ -16,10 +16,11 @@ from slipstream.config import TargetInfo
 from slipstream.errors import TargetError
 from slipstream.records import Int64Array, Pack
 from slipstream.target.capture import SlotWriter
+from slipstream.target.dtypes import DTYPES
 from slipstream.target.fingerprint import fingerprint_target
 from slipstream.target.isolation import Leak, measure_leak, probe_pack
 from slipstream.target.layouts import Packing, lay_out
-from slipstream.target.loading import DTYPES, decoder_layers, load_decoder, load_full
+from slipstream.target.loading import decoder_layers, load_decoder, load_full
 
 __all__ = ["HuggingFaceTarget", "load_full", "load_target"]
 

@@ -7,15 +7,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from slipstream.config import TargetInfo
 from slipstream.errors import TargetError
-
-DTYPES: dict[str, torch.dtype] = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+from slipstream.target.dtypes import DTYPES
 
 
 def load_decoder(*, info: TargetInfo, dtype: str, device: str, num_layers: int | None = None) -> PreTrainedModel:

@@ -49,8 +49,8 @@ def check_target(
 
     Captured states are compared with `output_hidden_states` of the whole model, per tap, relative to the tap's maximum;
     isolation is by perturbation and exactly 0. `block_parity`, given the captured states, compares the drafter's train-mode
-    block with its decode-mode block. The pack needs two documents or more. Raises `TargetError` where the target cannot be loaded as asked; a proof that
-    fails is a result.
+    block with its decode-mode block. The pack needs two documents or more. Raises `TargetError` where the target cannot be
+    loaded as asked; a proof that fails is a result.
     """
     if pack.num_documents < 2:
         raise TargetError(key="prompts", value=pack.num_documents, rule="isolation needs two documents or more in the pack")

@@ -1,0 +1,29 @@
+"""The roles a child can play. Each opens what it needs from the run folder, says it is ready, works, returns a result.
+
+`answers`: the target answers the validation prompts · `target`: hidden states into shared slots · `drafter`: trains from them ·
+`colocated`: both in one process, nothing crosses. A role's module is imported only by a process that plays it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from slipstream.launch.child import Control
+
+Job = Mapping[str, Any]
+
+ROLES: Mapping[str, str] = {
+    "answers": "slipstream.launch.roles.answers:play_answers",
+    "target": "slipstream.launch.roles.target:play_target",
+    "drafter": "slipstream.launch.roles.drafter:play_drafter",
+    "colocated": "slipstream.launch.roles.colocated:play_colocated",
+}
+
+
+def role(name: str) -> Callable[[Job, Control], dict[str, Any]]:
+    """The function that plays a role."""
+    module, _, function = ROLES[name].partition(":")
+    found: Callable[[Job, Control], dict[str, Any]] = getattr(importlib.import_module(module), function)
+    return found

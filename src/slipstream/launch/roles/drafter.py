@@ -1,0 +1,28 @@
+"""Trains from shared slots. Waits for: the pack of its next use. Unblocked by: the target workers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slipstream.device.shared import SharedMemory
+from slipstream.launch.child import Control
+from slipstream.launch.planning import slot_layout
+from slipstream.launch.roles import Job
+from slipstream.launch.roles.opening import open_job
+from slipstream.launch.training import train_drafter
+from slipstream.transport.connections import connection_from_fd
+from slipstream.transport.shared import SharedSource
+from slipstream.transport.slots import SlotPool
+
+
+def play_drafter(job: Job, control: Control) -> dict[str, Any]:
+    """Train on packs that target workers put into this rank's shared pool."""
+    opened = open_job(job)
+    recipe, info, shape = opened.recipe, opened.info, opened.shape
+    plan = opened.plan(job)
+    layout = slot_layout(recipe=recipe, shape=shape, info=info)
+    slots = job["pool_slots"][job["rank"]]
+    memory = SharedMemory.attach(fd=job["descriptors"]["memory"], nbytes=layout.nbytes * slots)
+    pool = SlotPool.shared(layout=layout, num_slots=slots, memory=memory)
+    source = SharedSource(connection=connection_from_fd(job["descriptors"]["transport"]), pool=pool)
+    return train_drafter(job=job, control=control, recipe=recipe, info=info, shape=shape, plan=plan, source=source)

@@ -1,0 +1,57 @@
+"""Hidden states into shared slots. Waits for: a free slot. Unblocked by: the drafter that finished with one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slipstream.device.shared import SharedMemory
+from slipstream.launch.child import Control
+from slipstream.launch.planning import slot_layout
+from slipstream.launch.roles import Job
+from slipstream.launch.roles.opening import open_job
+from slipstream.observe import Account, AccountWriter
+from slipstream.target.huggingface import load_target
+from slipstream.transport.connections import connection_from_fd
+from slipstream.transport.shared import SharedSink
+from slipstream.transport.slots import SlotPool
+
+
+def play_target(job: Job, control: Control) -> dict[str, Any]:
+    """Make hidden states for every pack that the broker assigns, until there are no more."""
+    opened = open_job(job)
+    recipe, info, shape = opened.recipe, opened.info, opened.shape
+    plan = opened.plan(job)
+    layout = slot_layout(recipe=recipe, shape=shape, info=info)
+    descriptors = job["descriptors"]
+    pools = [
+        SlotPool.shared(
+            layout=layout,
+            num_slots=slots,
+            memory=SharedMemory.attach(fd=descriptors[f"memory-{rank}"], nbytes=layout.nbytes * slots),
+        )
+        for rank, slots in enumerate(job["pool_slots"])
+    ]
+    target = load_target(
+        info=info,
+        dtype=recipe.target.dtype,
+        tap_layers=shape.tap_layers,
+        device=job["device"],
+        packing=recipe.target.packing,
+    )
+    control.report("ready", {"packing": target.packing})
+    made = 0
+    account = Account(job["name"])
+    with AccountWriter(account, path=opened.folder.accounts / f"{job['name']}.jsonl"):
+        sink = SharedSink(connection=connection_from_fd(descriptors["transport"]), pools=pools, fingerprint=target.fingerprint)
+        while True:
+            with account.state("wait_slot"):
+                assignment = sink.acquire()
+            if assignment is None:
+                break
+            with account.state("forward"):
+                target.capture(plan.pack(assignment.pack_id), hidden_TKD=sink.hidden(assignment))
+            with account.state("publish"):
+                sink.publish(assignment)
+            made += 1
+        sink.close()
+    return {"packs": made}
