@@ -65,8 +65,9 @@ def _apply(raw: dict[str, Any], override: str) -> None:
 
 
 def _first_error(error: ValidationError) -> RecipeError:
-    first = error.errors()[0]
-    parts = [str(part) for part in first["loc"]]
+    errors = error.errors()
+    first = errors[0]
+    parts = _key_parts(first["loc"])
     key = ".".join(parts) or "recipe"
     if first["type"] == "extra_forbidden":
         near = difflib.get_close_matches(parts[-1], _known_keys(parts[:-1]), n=1, cutoff=0.3)
@@ -76,7 +77,16 @@ def _first_error(error: ValidationError) -> RecipeError:
         return RecipeError(key=key, value=first["input"], rule="no such key", hint=hint)
     if first["type"] == "missing":
         return RecipeError(key=key, value=None, rule="is required and missing", hint="add it to the recipe")
-    return RecipeError(key=key, value=first["input"], rule=first["msg"][0].lower() + first["msg"][1:])
+    # A union complains once for each of its members: the key is one, what it may be is all of them.
+    rules = dict.fromkeys(
+        other["msg"][0].lower() + other["msg"][1:] for other in errors if other["loc"][:2] == first["loc"][:2]
+    )
+    return RecipeError(key=key, value=first["input"], rule=", or ".join(rules))
+
+
+def _key_parts(place: Sequence[int | str]) -> list[str]:
+    """Keys and indices of an error's place, without pydantic's names of union members, such as `literal['spread']`."""
+    return [str(part) for part in place if isinstance(part, int) or str(part).isidentifier()]
 
 
 def _known_keys(parts: Sequence[str]) -> list[str]:

@@ -67,7 +67,9 @@ def _convert(*, gguf: Path, out: Path) -> None:
     reader = GGUFReader(str(gguf))
     if any(tensor.name == "output.weight" for tensor in reader.tensors):
         # A head quantised apart from the embedding would make the tied model another one than the file holds.
-        raise TargetError(key="demo target", value=gguf.name, rule="carries output.weight, a head of its own; a tied model is expected")
+        raise TargetError(
+            key="demo target", value=gguf.name, rule="carries output.weight, a head of its own; a tied model is expected"
+        )
     pre = reader.fields["tokenizer.ggml.pre"].contents()
     if pre != "smollm":
         raise TargetError(key="demo target", value=pre, rule="is another pre-tokeniser than smollm, whose rules are known here")
