@@ -58,9 +58,7 @@ def check_target(
     results = [_check_taps(target), *_check_isolation(target, pack=pack)]
     captured_TKD = target.hidden_states(pack, packing=target.packing)
     bad_rows = int(target.bad_rows)
-    results.append(
-        CheckResult("finite", bad_rows == 0, float(bad_rows), 0.0, "token rows with a captured value that is not finite")
-    )
+    results.append(CheckResult("finite", bad_rows == 0, float(bad_rows), 0.0, "token rows that are not finite"))
     packing_used = target.packing
     # The cut model goes before the whole one comes: a large target fits once.
     del target
@@ -84,22 +82,22 @@ def relative_difference(left_TKD: Tensor, right_TKD: Tensor) -> Tensor:
 def _check_taps(target: HuggingFaceTarget) -> CheckResult:
     taps, last = target.tap_layers, target.info.num_layers - 2
     ascending = all(left < right for left, right in pairwise(taps))
-    detail = f"outputs of decoder layers {list(taps)}, ascending, at most {last}"
+    detail = f"layers {list(taps)}, ascending, below the last"
     return CheckResult("taps", ascending and taps[-1] <= last, float(taps[-1]), float(last), detail)
 
 
 def _check_isolation(target: HuggingFaceTarget, *, pack: Pack) -> list[CheckResult]:
     leak = target.leak(packing=target.packing, pack=pack)
-    how = f"packing {target.packing.value}; the changed document itself moved by {leak.own:.2g}"
+    how = f"{target.packing.value}; the document itself moved by {leak.own:.2g}"
     felt = leak.own > 0
     return [
-        CheckResult("isolation", felt and leak.others == 0, leak.others, 0.0, f"change in all other documents, {how}"),
+        CheckResult("isolation", felt and leak.others == 0, leak.others, 0.0, f"change in other documents, {how}"),
         CheckResult(
-            "isolation, first 8 tokens",
+            "isolation, next 8",
             felt and leak.next_first == 0,
             leak.next_first,
             0.0,
-            "change in the next document's start",
+            "change in the next document's first 8 tokens",
         ),
     ]
 
@@ -114,7 +112,7 @@ def _check_taps_equal(
             difference <= allowed,
             difference,
             allowed,
-            f"against hidden_states[{tap + 1}] of the whole model, relative to its maximum",
+            f"hidden_states[{tap + 1}] of the whole model",
         )
         for tap, difference in zip(tap_layers, difference_K, strict=True)
     ]
@@ -122,8 +120,8 @@ def _check_taps_equal(
 
 def _check_alone(captured_TKD: Tensor, alone_TKD: Tensor, *, packing: Packing, allowed: float) -> CheckResult:
     difference = float(relative_difference(captured_TKD, alone_TKD).max())
-    detail = f"packing {packing.value} against each document alone, relative to the tap's maximum"
-    return CheckResult("packed against alone", difference <= allowed, difference, allowed, detail)
+    detail = "each document in a forward of its own"
+    return CheckResult(f"{packing.value} against alone", difference <= allowed, difference, allowed, detail)
 
 
 @torch.inference_mode()
