@@ -84,12 +84,10 @@ class SharedMemory:
         """Let go of the descriptor and, once the last tensor over it is gone, of the mapping. May be called twice."""
         if self._map is None:
             return
-        mapping, self._map = self._map, None
+        # Dropped, not closed: `torch.frombuffer` holds the mapping but does not lock it, so closing it would unmap the
+        # bytes under tensors that are still in use.
+        self._map = None
         os.close(self.fd)
-        try:
-            mapping.close()
-        except BufferError:  # tensors still look at it: the mapping goes with the last of them
-            del mapping
 
 
 def _check_limits(nbytes: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
+import pytest
 import torch
 
 from slipstream.device.shared import SharedMemory
@@ -78,12 +79,8 @@ class InlineHarness:
 
     def hold_back(self, blocked: int) -> None:
         """The transport must not write `blocked` while its slot is held; inline, asking for it is an error, not a wait."""
-        try:
+        with pytest.raises(TransportError, match="its slot is still held"):
             self.source.take(blocked)
-        except TransportError as error:
-            assert "its slot is still held" in str(error)
-        else:
-            raise AssertionError(f"pack {blocked} came although its slot is held")
 
     def slot_tensor(self, slot: int) -> torch.Tensor:
         return self.pool.hidden(slot)
