@@ -97,7 +97,7 @@ def _save_model(*, gguf: Path, out: Path) -> None:
 
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(str(gguf.parent), gguf_file=gguf.name, dtype=torch.float32)
     # Both would make the saved config claim GGUF weights, which these no longer are.
-    model.hf_quantizer = None  # type: ignore[attr-defined]
+    model.hf_quantizer = None  # type: ignore[assignment]
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     if not model.config.tie_word_embeddings:
