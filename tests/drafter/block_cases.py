@@ -26,7 +26,9 @@ class Case:
     hidden_TKD: torch.Tensor
 
 
-def make_shape(*, layer_types: Sequence[LayerType] = ("full", "full"), window: int | None = None, block: int = 4) -> DrafterShape:
+def make_shape(
+    *, layer_types: Sequence[LayerType] = ("full", "full"), window: int | None = None, block: int = 4
+) -> DrafterShape:
     """Two taps, hidden 32, four query heads on two key-value heads of width 16."""
     return DrafterShape(
         num_layers=len(layer_types),

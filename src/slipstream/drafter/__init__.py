@@ -12,7 +12,7 @@ from slipstream.config import DrafterShape
 from slipstream.drafter.blocks import batch_to, make_block_batch
 from slipstream.drafter.decode import DraftContext
 from slipstream.drafter.dflash import DFlashDrafter
-from slipstream.drafter.noise import noise_std
+from slipstream.drafter.noise import add_noise, noise_std
 
 FAMILIES: Mapping[str, Callable[..., DFlashDrafter]] = {"dflash": DFlashDrafter}
 """Drafter families by `drafter.type` of a recipe."""
@@ -35,6 +35,7 @@ __all__ = [
     "FAMILIES",
     "DFlashDrafter",
     "DraftContext",
+    "add_noise",
     "batch_to",
     "build_drafter",
     "make_block_batch",

@@ -21,7 +21,6 @@ from slipstream.drafter.attention import AttentionKernel, SdpaAttention, choose_
 from slipstream.drafter.decode import DraftContext
 from slipstream.drafter.layers import DecoderLayer, Linear, RMSNorm, Rope, rope_tables
 from slipstream.drafter.masks import IntArray, make_spans
-from slipstream.drafter.noise import add_noise
 from slipstream.records import BlockBatch, BoolArray
 
 Masks = Mapping[str, Any]
@@ -82,19 +81,16 @@ class DFlashDrafter(nn.Module):
         batch: BlockBatch,
         embedding_VD: torch.Tensor,
         masks: Masks | None = None,
-        noise_std: float = 0.0,
-        noise_seed: int = 0,
     ) -> torch.Tensor:
         """Hidden states `[N, B, D]` of all block slots after the final norm, in the compute type.
 
         `hidden_TKD` is a slot's content in any float type, taps ascending; tensors of `batch` are on the drafter's device.
-        `masks` are `make_masks(batch)`, made here if not given. `noise_std` is relative (see `add_noise`). Context rows that
-        no anchor sees, padding above all, may hold anything, NaN included: they are replaced by 0.
+        `masks` are `make_masks(batch)`, made here if not given; on CUDA make them from the CPU batch, which waits for nothing.
+        Context rows that no anchor sees, padding above all, may hold anything, NaN included: they are replaced by 0.
         """
         masks = self.make_masks(batch) if masks is None else masks
         seen_T = _seen_rows(batch)
         hidden_TKD = torch.where(seen_T[:, None, None], hidden_TKD, torch.zeros((), dtype=hidden_TKD.dtype, device=self.device))
-        hidden_TKD = add_noise(hidden_TKD, std=noise_std, seed=noise_seed, pack_id=batch.pack_id, use_number=batch.use_number)
         context_TD = self._fuse(hidden_TKD)
         context_rope = self._rope(batch.context_positions_T)
         own_rope = self._rope(batch.positions_NB.flatten())

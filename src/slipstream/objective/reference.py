@@ -32,7 +32,7 @@ def reference_loss(
     hits, supervised = torch.zeros(size), supervised_NB.sum(dim=0).float()
     for n in range(blocks):
         slots = [k for k in range(1, size) if supervised_NB[n, k]]
-        weights = _weights([math.exp(-float(loss_NB[n, k])) for k in slots], objective)
+        weights = _weights([math.exp(-float(loss_NB[n, k].detach())) for k in slots], objective)
         run = True
         for k, weight in zip(slots, weights, strict=True):
             loss_sum = loss_sum + weight * loss_NB[n, k]
