@@ -12,6 +12,7 @@ from pathlib import Path
 
 from slipstream.config import Recipe, TargetInfo
 from slipstream.corpus.chat import ChatEncoder
+from slipstream.corpus.meta import read_meta
 from slipstream.corpus.sources import read_conversations
 from slipstream.errors import PreflightError
 
@@ -27,11 +28,15 @@ class Answer:
 
 
 def read_prompts(*, recipe: Recipe, info: TargetInfo) -> list[list[int]]:
-    """Token ids of the validation prompts, each through the last user turn, in the order of the file."""
+    """Token ids of the validation prompts, each through the last user turn, in the order of the file.
+
+    They are rendered with the template arguments that the corpus was prepared with.
+    """
     path = recipe.validation.prompts
     if path is None:
         return []
-    encoder = ChatEncoder(info.folder)
+    arguments = read_meta(recipe.corpus.path).options.get("template_arguments")
+    encoder = ChatEncoder(info.folder, template_arguments=arguments)
     prompts: list[list[int]] = []
     for conversation in islice(read_conversations([Path(path)]), recipe.validation.max_prompts):
         prompts.append(encoder.encode_prompt(conversation.prompt))

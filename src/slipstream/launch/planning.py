@@ -15,6 +15,7 @@ import numpy as np
 
 from slipstream.config import DrafterShape, Recipe, TargetInfo
 from slipstream.corpus.store import CorpusStore
+from slipstream.errors import PlanError
 from slipstream.launch.answers import Answer, read_answers
 from slipstream.plan import CorpusIndex, Planner, Schedule, make_schedule, plan_validation
 from slipstream.records import Document, Pack, Use
@@ -91,11 +92,24 @@ def corpus_index(store: CorpusStore) -> CorpusIndex:
 
 
 def write_schedule(*, recipe: Recipe, folder: RunFolder) -> Schedule:
-    """Plan the run and save the schedule, or, where one is saved, prove that it is the one this recipe gives."""
+    """Plan the run and save the schedule, or, where one is saved, prove that it is the one this recipe gives.
+
+    Raises `PlanError` when it is not: the corpus, a key of `[plan]` or the block size has changed since.
+    """
     store = CorpusStore.open(Path(recipe.corpus.path))
     schedule = make_schedule(index=corpus_index(store), plan=recipe.plan, block_size=recipe.drafter.block_size)
-    schedule.save(folder.schedule)
-    return schedule
+    if not folder.schedule.is_dir():
+        schedule.save(folder.schedule)
+        return schedule
+    saved = Schedule.load(folder.schedule)
+    if saved.digest != schedule.digest:
+        raise PlanError(
+            key="corpus.path",
+            value=recipe.corpus.path,
+            rule=f"gives the plan {schedule.digest[:12]}, the run was started with {saved.digest[:12]}",
+            hint="the corpus, a key of [plan] or drafter.block_size changed since; start a run of another name",
+        )
+    return saved
 
 
 def open_run_plan(*, recipe: Recipe, folder: RunFolder, ranks: int, start_step: int) -> RunPlan:

@@ -130,7 +130,14 @@ def train_drafter(
     rank, folder, device = int(job["rank"]), RunFolder(Path(job["folder"])), torch.device(job["device"])
     share = ColumnShare(rank=rank, ranks=plan.ranks)
     account = Account(job["name"])
-    drafter = _initial_drafter(recipe=recipe, shape=shape, device=job["device"])
+    drafter = build_drafter(
+        shape=shape,
+        dtype=recipe.drafter.dtype,
+        device=job["device"],
+        seed=recipe.plan.seed,
+        attention=recipe.drafter.attention,
+        family=recipe.drafter.type,
+    )
     ends = load_frozen_ends(info=info, dtype=recipe.drafter.dtype, device=job["device"])
     placed = OnDevice(source, device=device)
     with ExitStack() as stack:
@@ -154,6 +161,8 @@ def train_drafter(
         validation = Validation(plan=plan, source=placed, drafter=drafter, ends=ends, shape=shape)
         main = _main_rank(rank=rank, control=control, folder=folder, validation=validation, stack=stack)
         trainer = build_trainer(parts=parts, main=main, resume=Path(job["checkpoint"]) if job["checkpoint"] else None)
+        if recipe.drafter.warm_start is not None and trainer.start_step == 0:
+            trainer.optimizer.load_weights(read_warm_start(Path(recipe.drafter.warm_start), shape=shape))
         control.report("ready", {"parameters": shape.num_parameters})
         began = time.monotonic()
         result = trainer.fit(stop=control.stopping)
@@ -164,17 +173,6 @@ def train_drafter(
         "train_seconds": time.monotonic() - began,
         "checkpoint": str(newest) if newest else None,
     }
-
-
-def _initial_drafter(*, recipe: Recipe, shape: DrafterShape, device: str) -> DFlashDrafter:
-    section = recipe.drafter
-    drafter = build_drafter(
-        shape=shape, dtype=section.dtype, device=device, seed=recipe.plan.seed, attention=section.attention, family=section.type
-    )
-    if section.warm_start is not None:
-        state = read_warm_start(Path(section.warm_start), shape=shape)
-        drafter.load_state_dict({name: tensor.to(drafter.dtype) for name, tensor in state.items()})
-    return drafter
 
 
 def _join(*, share: ColumnShare, job: Mapping[str, Any], recipe: Recipe, stack: ExitStack) -> RankGroup | None:

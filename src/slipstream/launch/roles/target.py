@@ -54,4 +54,4 @@ def play_target(job: Job, control: Control) -> dict[str, Any]:
                 sink.publish(assignment)
             made += 1
         sink.close()
-    return {"packs": made}
+    return {"packs": made, "bad_rows": int(target.bad_rows)}
