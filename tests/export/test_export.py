@@ -165,6 +165,15 @@ def test_not_finite_weights_are_not_exported(exported, shape, state_of, tmp_path
     assert list(tmp_path.iterdir()) == []
 
 
+def test_views_of_one_flat_buffer_are_exported(exported, shape, state_of):
+    """As the trainer holds them; overlapping ones too, which safetensors refuses to write."""
+    state = state_of(shape)
+    same = state["layers.0.input_layernorm.weight"]
+    state = {key: same if tensor.shape == same.shape else tensor for key, tensor in state.items()}
+    _, read = read_dflash(exported(state=state, dtype="float32"))
+    assert torch.equal(read["norm.weight"], same)
+
+
 @pytest.mark.parametrize("damage", ["no config", "no weights", "cut weights", "no metadata", "no json"])
 def test_damaged_folders_are_refused(damage, exported):
     folder = exported()

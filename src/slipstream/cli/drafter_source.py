@@ -90,4 +90,5 @@ def _shape(fields: Mapping[str, Any]) -> DrafterShape:
     from slipstream.config import DrafterShape
 
     # JSON has no tuples.
-    return DrafterShape(**{key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()})
+    values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()}
+    return DrafterShape(**values)

@@ -209,53 +209,47 @@ def _simulate(
 
 def _print(reports: Sequence[SetReport], *, described: str, model: str) -> None:
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
-    console = Console()
-    console.print(f"{described} for {model}: fp32, batch 1", highlight=False)
-    table = Table()
-    for column in ("set", "prompts", "τ simulated", "τ decoded", "equal paths", "lossless", "tokens/s", "with drafter"):
-        table.add_column(column, justify="left" if column == "set" else "right")
+    console = Console(highlight=False)
+    console.print(escape(f"{described} for {model}: fp32, batch 1"))
     for report in reports:
-        lossless = report.lossless
-        table.add_row(
-            report.name,
-            f"{report.prompts}" + (f" ({report.skipped} skipped)" if report.skipped else ""),
-            _taus(report.simulated),
-            _taus(report.decoded),
-            f"{report.equal_paths} of {report.prompts}",
-            f"{lossless.equal} equal, {lossless.near_ties} near ties, {lossless.different} different",
-            _number(report.plain_tokens_per_second),
-            _speed(report),
-        )
-    console.print(table)
-    console.print("τ: mean tokens a step, the target's own included, over all steps / over requests of each one's mean")
-    for report in reports:
-        for line in _details(report):
-            console.print(line, highlight=False)
+        table = Table(title=escape(report.name), title_justify="left", show_header=False)
+        for label, text in _rows(report):
+            table.add_row(label, text)
+        console.print(table)
+    console.print(
+        "τ is the mean number of tokens a step, the target's own included: over all steps; by request, over each one's mean"
+    )
 
 
-def _details(report: SetReport) -> list[str]:
-    slots = [f"{slot}: {_share(value)}" for slot, value in enumerate(report.simulated.slot_acceptance, start=1)]
-    steps = [f"{n}: {count}" for n, count in enumerate(report.simulated.histogram) if n]
-    lines = [
-        f"{report.name}  drafts that stood, by slot   " + "  ".join(slots),
-        f"{report.name}  steps by tokens produced     " + "  ".join(steps),
+def _rows(report: SetReport) -> list[tuple[str, str]]:
+    lossless = report.lossless
+    slots = "  ".join(f"{slot}: {_share(value)}" for slot, value in enumerate(report.simulated.slot_acceptance, start=1))
+    steps = "  ".join(f"{n}: {count}" for n, count in enumerate(report.simulated.histogram) if n)
+    skipped = f", {report.skipped} skipped" if report.skipped else ""
+    rows = [
+        ("prompts", f"{report.prompts}{skipped}; {report.answer_tokens} answer tokens"),
+        ("τ simulated", _taus(report.simulated)),
+        ("τ decoded", _taus(report.decoded)),
+        ("equal paths", f"{report.equal_paths} of {report.prompts} answers"),
+        ("lossless", f"{lossless.equal} equal, {lossless.near_ties} near ties, {lossless.different} different"),
+        ("drafts that stood, by slot", slots),
+        ("steps by tokens produced", steps),
+        ("tokens/s", _speed(report)),
     ]
     if report.sampled is not None:
-        lines.append(f"{report.name}  τ sampled                    {_taus(report.sampled)}")
+        rows.insert(3, ("τ sampled", _taus(report.sampled)))
     if report.bf16_agreement is not None:
-        share = _share(report.bf16_agreement)
-        lines.append(f"{report.name}  bf16 agreement               {share} of {report.answer_tokens} answer tokens")
-    return lines
+        rows.append(("bf16 agreement", f"{_share(report.bf16_agreement)} of the answer tokens"))
+    return rows
 
 
 def _taus(summary: AcceptanceSummary) -> str:
-    return f"{_number(summary.tau_steps, digits=3)} / {_number(summary.tau_requests, digits=3)}"
-
-
-def _number(value: float | None, *, digits: int = 1) -> str:
-    return "–" if value is None else f"{value:.{digits}f}"
+    if summary.tau_steps is None:
+        return "no step"
+    return f"{summary.tau_steps:.3f} over {summary.steps} steps, {summary.tau_requests:.3f} by request"
 
 
 def _share(value: float | None) -> str:
@@ -266,4 +260,4 @@ def _speed(report: SetReport) -> str:
     plain, drafted = report.plain_tokens_per_second, report.drafted_tokens_per_second
     if plain is None or drafted is None:
         return "–"
-    return f"{drafted:.1f} ({drafted / plain:.2f} x)"
+    return f"{plain:.1f} alone, {drafted:.1f} with the drafter ({drafted / plain:.2f} x)"

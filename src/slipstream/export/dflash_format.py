@@ -101,7 +101,8 @@ def _write(
     folder: Path, *, state: Mapping[str, Tensor], shape: DrafterShape, info: TargetInfo, dtype: ExportDtype, target: str
 ) -> None:
     wanted: torch.dtype = getattr(torch, dtype)
-    rounded = {key: tensor.detach().to(device="cpu", dtype=wanted).contiguous() for key, tensor in state.items()}
+    # Copied even where nothing changes: a trainer's tensors may be views of one flat buffer, which safetensors would refuse.
+    rounded = {key: tensor.detach().to(device="cpu", dtype=wanted, copy=True).contiguous() for key, tensor in state.items()}
     check_state(rounded, shape=shape, dtype=wanted)
     config = make_config(shape=shape, info=info, dtype=dtype)
     check_config(config)

@@ -8,6 +8,8 @@ Shape letters: T context tokens · N anchors · B block size · K tapped layers 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from transformers.utils import logging as transformers_logging
 
 from slipstream.config import DrafterShape
 from slipstream.drafter import build_drafter, make_block_batch
@@ -115,7 +118,8 @@ def _load_theirs(folder: Path) -> Any:
             rule="the package that reads the export back cannot be imported; nothing is exported unread",
             hint="pip install --no-deps dflash",
         ) from error
-    model, report = DFlashDraftModel.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    with _no_bar():
+        model, report = DFlashDraftModel.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
         if report.get(kind):
             raise ExportError(key=WEIGHTS, value=sorted(report[kind]), rule=f"the dflash package reports {kind}")
@@ -128,6 +132,18 @@ def _load_theirs(folder: Path) -> Any:
         if read != ours:
             raise ExportError(key=f"{CONFIG}: {key}", value=read, rule=f"the dflash package reads that, we wrote {ours}")
     return model.eval()
+
+
+@contextmanager
+def _no_bar() -> Iterator[None]:
+    """Loading takes a blink; transformers' progress bar would be the only thing seen of it."""
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()
 
 
 def _block(shape: DrafterShape, *, token: int) -> Tensor:
