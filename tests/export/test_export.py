@@ -36,10 +36,10 @@ def exported(tmp_path, shape, info, state_of):
 @pytest.mark.parametrize("types", [("full", "full"), ("sliding", "sliding"), ("sliding", "full")])
 def test_round_trip_through_the_dflash_package(types, dtype, exported, shape_with, state_of, ends):
     """Same logits within 1e-4 of the largest and the same argmax in every slot, in training and in decode mode."""
-    shape = shape_with(layer_types=types, sliding_window=20 if "sliding" in types else None)
+    shape = shape_with(layer_types=types, sliding_window=100 if "sliding" in types else None)
     found = []
     folder = exported(shape=shape, dtype=dtype, verify=lambda part: found.append(verify_export(part, **ends)))
-    assert found[0].slots == 4 * (shape.block_size - 1)
+    assert found[0].slots == (5 if "sliding" in types else 4) * (shape.block_size - 1)
     assert found[0].largest_difference < 1e-4
     read_shape, state = read_dflash(folder)
     assert read_shape == shape
@@ -71,6 +71,17 @@ def test_verification_finds_a_drafter_that_computes_otherwise(fields, exported, 
     other = shape_with(**fields)
     monkeypatch.setattr(verify_module, "build_drafter", lambda **options: build_drafter(**(options | {"shape": other})))
     with pytest.raises(ExportError, match=r"dflash package"):
+        verify_export(folder, **ends)
+
+
+def test_verification_reaches_beyond_the_window(exported, shape_with, ends, monkeypatch):
+    """A window off by one shows only where it leaves context out."""
+    folder = exported(shape=shape_with(layer_types=("sliding", "full"), sliding_window=100))
+    theirs = verify_module._load_theirs(folder)
+    monkeypatch.setattr(verify_module, "_load_theirs", lambda _folder: theirs)
+    other = shape_with(layer_types=("sliding", "full"), sliding_window=101)
+    monkeypatch.setattr(verify_module, "build_drafter", lambda **options: build_drafter(**(options | {"shape": other})))
+    with pytest.raises(ExportError, match="dflash package"):
         verify_export(folder, **ends)
 
 

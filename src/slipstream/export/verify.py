@@ -29,9 +29,9 @@ from slipstream.records import Pack, Use
 
 TOLERANCE = 1e-4
 """Largest difference of logits, as a share of the largest logit."""
-CONTEXT_TOKENS = 128
 ANCHORS = (2, 9, 33, 90)
-"""Row positions of the blocks that are compared: near the start, and with long contexts."""
+"""Row positions of the blocks that are compared; drafters that slide get one more, where the window leaves context out."""
+TILE = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +54,16 @@ def verify_export(folder: Path, *, embedding_VD: Tensor, head_VD: Tensor) -> Ver
     drafter.load_state_dict(state)
     embedding_VD, head_VD = embedding_VD.float().cpu(), head_VD.float().cpu()
     generator = torch.Generator().manual_seed(0)
-    hidden_TKD = torch.randn(CONTEXT_TOKENS, shape.num_taps, shape.hidden_size, generator=generator)
-    tokens = torch.randint(0, shape.vocab_size, (CONTEXT_TOKENS,), generator=generator).numpy().astype(np.int32)
+    anchors = _anchors(shape)
+    count = -(-(anchors[-1] + shape.block_size) // TILE) * TILE
+    hidden_TKD = torch.randn(count, shape.num_taps, shape.hidden_size, generator=generator)
+    tokens = torch.randint(0, shape.vocab_size, (count,), generator=generator).numpy().astype(np.int32)
     theirs_NBD = _theirs(_load_theirs(folder), shape=shape, tokens=tokens, hidden_TKD=hidden_TKD, embedding_VD=embedding_VD)
     worst = 0.0
     for mode, compute in (("training", _ours_trained), ("decode", _ours_decoded)):
         ours_NBD = compute(drafter, tokens=tokens, hidden_TKD=hidden_TKD, embedding_VD=embedding_VD)
         worst = max(worst, _compare(ours_NBD, theirs_NBD, head_VD=head_VD, mode=mode))
-    return Verified(largest_difference=worst, slots=len(ANCHORS) * (shape.block_size - 1))
+    return Verified(largest_difference=worst, slots=len(anchors) * (shape.block_size - 1))
 
 
 def _compare(ours_NBD: Tensor, theirs_NBD: Tensor, *, head_VD: Tensor, mode: str) -> float:
@@ -79,7 +81,7 @@ def _compare(ours_NBD: Tensor, theirs_NBD: Tensor, *, head_VD: Tensor, mode: str
 
 
 def _ours_trained(drafter: DFlashDrafter, *, tokens: np.ndarray[Any, Any], hidden_TKD: Tensor, embedding_VD: Tensor) -> Tensor:
-    pack, use = _one_document(tokens, block_size=drafter.shape.block_size)
+    pack, use = _one_document(tokens, shape=drafter.shape)
     shape = drafter.shape
     batch = make_block_batch(pack=pack, use=use, block_size=shape.block_size, mask_token_id=shape.mask_token_id, chunk_rows=16)
     hidden_NBD: Tensor = drafter(hidden_TKD=hidden_TKD, batch=batch, embedding_VD=embedding_VD)
@@ -88,7 +90,7 @@ def _ours_trained(drafter: DFlashDrafter, *, tokens: np.ndarray[Any, Any], hidde
 
 def _ours_decoded(drafter: DFlashDrafter, *, tokens: np.ndarray[Any, Any], hidden_TKD: Tensor, embedding_VD: Tensor) -> Tensor:
     context, written, blocks = drafter.new_context(), 0, []
-    for anchor in ANCHORS:
+    for anchor in _anchors(drafter.shape):
         drafter.extend_context(context, hidden_TKD[written:anchor], written)
         written = anchor
         block = _block(drafter.shape, token=int(tokens[anchor]))
@@ -100,7 +102,7 @@ def _theirs(
     model: Any, *, shape: DrafterShape, tokens: np.ndarray[Any, Any], hidden_TKD: Tensor, embedding_VD: Tensor
 ) -> Tensor:
     blocks = []
-    for anchor in ANCHORS:
+    for anchor in _anchors(shape):
         noise = F.embedding(_block(shape, token=int(tokens[anchor])), embedding_VD)
         positions = torch.arange(anchor + shape.block_size)
         context = hidden_TKD[:anchor].flatten(1)
@@ -146,16 +148,20 @@ def _no_bar() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
+def _anchors(shape: DrafterShape) -> list[int]:
+    return sorted({*ANCHORS, *([shape.sliding_window + 7] if shape.sliding_window else [])})
+
+
 def _block(shape: DrafterShape, *, token: int) -> Tensor:
     block = torch.full((shape.block_size,), shape.mask_token_id, dtype=torch.long)
     block[0] = token
     return block
 
 
-def _one_document(tokens: np.ndarray[Any, Any], *, block_size: int) -> tuple[Pack, Use]:
-    """A pack of one document that is all answer, and a use of it with blocks at `ANCHORS`."""
-    count = len(tokens)
-    supervised = np.array([0] + [sum(anchor + k < count for anchor in ANCHORS) for k in range(1, block_size)], dtype=np.int64)
+def _one_document(tokens: np.ndarray[Any, Any], *, shape: DrafterShape) -> tuple[Pack, Use]:
+    """A pack of one document that is all answer, and a use of it with the compared blocks."""
+    count, anchors = len(tokens), _anchors(shape)
+    supervised = np.array([0] + [len(anchors)] * (shape.block_size - 1), dtype=np.int64)
     pack = Pack(
         pack_id=0,
         epoch=0,
@@ -171,8 +177,8 @@ def _one_document(tokens: np.ndarray[Any, Any], *, block_size: int) -> tuple[Pac
         step=0,
         pack_id=0,
         use_number=0,
-        anchors=np.array(ANCHORS, dtype=np.int32),
-        anchor_valid=np.ones(len(ANCHORS), dtype=np.bool_),
+        anchors=np.array(anchors, dtype=np.int32),
+        anchor_valid=np.ones(len(anchors), dtype=np.bool_),
         supervised_per_slot=supervised,
         is_last=True,
     )
