@@ -28,7 +28,7 @@ def test_it_is_its_definition(words: list[int], first_word: int) -> None:
     assert checksum(torch.tensor(words, dtype=torch.int32), first_word=first_word) == defined(words, first_word)
 
 
-@pytest.mark.parametrize("count", [0, 1, 4095, 4096, 4097, 64 * 4096, 64 * 4096 + 17, 300_001])
+@pytest.mark.parametrize("count", [0, 1, 4095, 4096, 4097, 7 * 4096, 7 * 4096 + 17, 8 * 4096, 300_001])
 def test_it_is_its_definition_across_blocks(count: int) -> None:
     words = random_words(count)
     assert checksum(words) == defined(words.tolist())
@@ -90,8 +90,8 @@ def test_it_works_in_every_grad_mode_and_takes_no_second_slot() -> None:
         assert checksum(words) == expected
     with torch.profiler.profile(profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         checksum(words)
-    largest = max(event.self_cpu_memory_usage for event in profile.key_averages())
-    assert largest < words.nbytes // 4
+    largest = max(event.self_cpu_memory_usage for event in profile.events())
+    assert 0 < largest < words.nbytes // 50
 
 
 def test_it_refuses_other_tensors() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from slipstream.device.shared import SharedMemory
-from slipstream.errors import TransportError
+from slipstream.errors import TransportClosed, TransportError
 from slipstream.transport.connections import connection_pair
 from slipstream.transport.ends import HiddenSource, Verify
 from slipstream.transport.inline import InlineTransport
@@ -100,7 +100,7 @@ class SharedHarness:
     def __init__(self, num_producers: int = 1) -> None:
         self.log: list[tuple[str, int, int]] = []
         self.num_producers = num_producers
-        self.ends: list[BaseException | None] = []
+        self.failures: list[str] = []
 
     def start(
         self,
@@ -131,7 +131,6 @@ class SharedHarness:
         return self.source
 
     def _produce(self, sink: SharedSink, produce: Produce) -> None:
-        end: BaseException | None = None
         try:
             while (assignment := sink.acquire()) is not None:
                 last = sink.last_hidden(assignment)
@@ -139,10 +138,11 @@ class SharedHarness:
                 self.log.append(("write", assignment.pack_id, assignment.generation))
                 produce(assignment, sink.hidden(assignment), last)
                 sink.publish(assignment)
+        except TransportClosed:  # the harness was stopped
+            pass
         except BaseException as error:
-            end = error
+            self.failures.append(repr(error))
         sink.close()
-        self.ends.append(end)
 
     def release(self, pack_id: int) -> None:
         self.log.append(("release", pack_id, 0))
@@ -170,6 +170,7 @@ class SharedHarness:
         for thread in self.threads:
             thread.join(WAIT_SECONDS)
             assert not thread.is_alive()
+        assert not self.failures
         self.pool.close()
         self.memory.close()
 
