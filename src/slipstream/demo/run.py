@@ -134,6 +134,7 @@ def _plan(recipe: Recipe, *, show: Show) -> Any:
 
 def _train(recipe: Recipe, *, num_steps: int, show: Show) -> Any:
     from slipstream.launch.local import train_run
+    from slipstream.launch.preflight import preflight
 
     def report(worker: str, kind: str, payload: Any) -> None:
         if kind == "progress" and payload["stage"] == "answers":
@@ -145,7 +146,7 @@ def _train(recipe: Recipe, *, num_steps: int, show: Show) -> Any:
             show(Event("train", int(payload["step"]), num_steps, text))
 
     show(Event("answers", 0, None, "the target answers held-out prompts"))
-    return train_run(recipe=recipe, given=RECIPE.read_text(), on_report=report)
+    return train_run(flight=preflight(recipe), given=RECIPE.read_text(), on_report=report)
 
 
 def _export(recipe: Recipe, *, checkpoint: Path, out: Path, show: Show) -> tuple[Path, float]:
