@@ -70,6 +70,20 @@ def test_a_draft_leaves_the_context_as_it_was_and_reads_none_after_its_anchor() 
         drafter.extend_context(context, case.hidden_TKD[:5], 26)
 
 
+def test_a_context_that_grows_in_pieces_is_the_context_added_at_once() -> None:
+    drafter, embedding = build(make_shape()), make_embedding()
+    hidden = torch.randn(300, 2, 32, generator=torch.Generator().manual_seed(2))
+    tokens = torch.tensor([9, MASK_TOKEN, MASK_TOKEN, MASK_TOKEN])
+    whole, pieces = drafter.new_context(), drafter.new_context()
+    drafter.extend_context(whole, hidden, 0)
+    for start in range(0, 300, 7):
+        drafter.extend_context(pieces, hidden[start : start + 7], start)
+    assert pieces.length == 300
+    torch.testing.assert_close(
+        drafter.draft(pieces, tokens, 300, embedding), drafter.draft(whole, tokens, 300, embedding), rtol=1e-5, atol=1e-6
+    )
+
+
 def test_a_block_cut_short_and_a_block_without_context() -> None:
     drafter, case, embedding = build(make_shape(layer_types=("sliding",), window=8)), make_case(), make_embedding()
     context = drafter.new_context()

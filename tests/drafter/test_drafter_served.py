@@ -9,10 +9,12 @@ import torch
 from block_cases import MASK_TOKEN, make_case, make_embedding, make_shape
 from dflash.model import DFlashDraftModel, _make_cache
 from transformers import Qwen3Config
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, Qwen3RotaryEmbedding, apply_rotary_pos_emb
 
 from slipstream.config import DrafterShape
 from slipstream.config.recipe import LayerType
 from slipstream.drafter import DFlashDrafter, build_drafter
+from slipstream.drafter.layers import RMSNorm, rope_tables, rotate
 
 LAYERS: list[tuple[Sequence[LayerType], int | None]] = [
     (("full", "full"), None),
@@ -114,3 +116,21 @@ def test_decode_mode_follows_the_served_loop(
         start += produced
         ours = drafter.draft(context, tokens, start, embedding)
         assert relative_error(ours, served) < tolerance, start
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rope_and_norm_are_qwen3s_to_the_bit(dtype: torch.dtype) -> None:
+    config = Qwen3Config(head_dim=64, rope_parameters={"rope_type": "default", "rope_theta": 1e6})
+    positions = torch.tensor([0, 1, 7, 300, 8191, 40000])
+    x = torch.randn(6, 3, 64, generator=torch.Generator().manual_seed(8)).to(dtype)
+    cos, sin = Qwen3RotaryEmbedding(config)(x, positions[None])
+    ours = rope_tables(positions_R=positions, head_dim=64, theta=1e6, dtype=dtype)
+    assert torch.equal(ours[0], cos[0])
+    assert torch.equal(ours[1], sin[0])
+    wanted, _ = apply_rotary_pos_emb(x.transpose(0, 1)[None], x.transpose(0, 1)[None], cos, sin)
+    assert torch.equal(rotate(x, ours), wanted[0].transpose(0, 1))
+    norm, reference = RMSNorm(size=64, eps=1e-6, dtype=dtype), Qwen3RMSNorm(64, eps=1e-6).to(dtype)
+    with torch.no_grad():
+        norm.weight.copy_(torch.randn(64))
+        reference.weight.copy_(norm.weight)
+    torch.testing.assert_close(norm(x), reference(x), rtol=1e-6 if dtype == torch.float32 else 8e-3, atol=0)

@@ -123,3 +123,17 @@ def test_nothing_supervised_gives_zero_loss_and_zero_finite_gradients() -> None:
     loss, gradient = both_ours(case, SCHEMES["dpace"])
     assert loss.item() == 0.0
     assert not gradient.any()
+
+
+def test_padding_rows_count_no_hits() -> None:
+    case = make_loss_case(lengths=[2, 4, 3])
+    rows = case.batch.rows_M
+    case.hidden_NBD[0, 0] = case.head_VD[0] * 100  # its argmax is the label 0 that padding carries
+    padded = dataclasses.replace(case.batch, num_rows=len(rows))
+    counts = [
+        block_loss(hidden_NBD=case.hidden_NBD, head_VD=case.head_VD, batch=batch, objective=SCHEMES["decay"])
+        for batch in (case.batch, padded)
+    ]
+    assert counts[1].hits_per_slot[0] == 0
+    assert torch.equal(counts[0].hits_per_slot, counts[1].hits_per_slot)
+    assert torch.equal(counts[0].accepted_sum, counts[1].accepted_sum)

@@ -47,7 +47,7 @@ def _dpace(loss_NB: torch.Tensor, supervised_NB: torch.Tensor, objective: Object
     """`w_j = sum over m >= j of prod over i <= m of q_i`, q smoothed by alpha, over supervised slots (arXiv 2605.18810)."""
     alpha = objective.dpace_alpha
     zero = torch.zeros((), device=loss_NB.device)
-    confidence = torch.where(supervised_NB, (1.0 - alpha) * torch.exp(-loss_NB.detach()) + alpha, zero)
+    confidence = torch.where(supervised_NB, (1.0 - alpha) * torch.exp(-loss_NB) + alpha, zero)
     reach = torch.zeros_like(confidence)
     reach[:, 1:] = confidence[:, 1:].cumprod(dim=1)
     return torch.where(supervised_NB, reach.flip(1).cumsum(dim=1).flip(1), zero)

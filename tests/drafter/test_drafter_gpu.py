@@ -1,0 +1,45 @@
+"""On CUDA: compiled flex attention against SDPA on the CPU, forward and backward, and no wait for the GPU in a pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from block_cases import make_case, make_embedding, make_shape
+
+from slipstream.config.recipe import LayerType, ObjectiveSection
+from slipstream.drafter import batch_to, build_drafter
+from slipstream.objective import block_loss
+
+pytestmark = pytest.mark.gpu
+OBJECTIVE = ObjectiveSection(chunk_rows=64, weight="dpace")
+
+
+@pytest.mark.parametrize("attention", ["flex", "sdpa"])
+@pytest.mark.parametrize(("layers", "window"), [(("full", "full"), None), (("sliding", "full"), 9)])
+def test_a_pass_on_cuda_equals_the_cpus_and_never_waits(
+    attention: str, layers: Sequence[LayerType], window: int | None
+) -> None:
+    case = make_case(lengths=(100, 60, 80), capacity=256, slots=96, block=8, chunk_rows=64)
+    shape = make_shape(layer_types=layers, window=window, block=8)
+    results = []
+    for device in ("cpu", "cuda"):
+        name = attention if device == "cuda" else "sdpa"
+        drafter = build_drafter(shape=shape, dtype="float32", device=device, seed=1, attention=name)
+        masks, batch = drafter.make_masks(case.batch), batch_to(case.batch, device=device)
+        hidden, embedding = case.hidden_TKD.to(device), make_embedding().to(device)
+        hidden[case.pack.num_tokens :] = float("nan")
+        for attempt in range(2):  # the first compiles
+            drafter.zero_grad()
+            if device == "cuda" and attempt:
+                torch.cuda.set_sync_debug_mode("error")
+            try:
+                blocks = drafter(hidden_TKD=hidden, batch=batch, embedding_VD=embedding, masks=masks)
+                loss = block_loss(hidden_NBD=blocks, head_VD=embedding, batch=batch, objective=OBJECTIVE)
+                loss.loss_sum.backward()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        results.append([blocks.detach(), loss.loss_sum.detach(), *(weight.grad for weight in drafter.parameters())])
+    for ours, wanted in zip(results[1], results[0], strict=True):
+        assert float((ours.cpu() - wanted).norm() / wanted.norm()) < 1e-4
