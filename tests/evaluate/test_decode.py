@@ -33,10 +33,10 @@ def plainly(session, prompt, *, new=NEW, stop=()):
 class Oracle:
     """Drafts what `say(position)` tells: a one-hot of the wanted token through a head that is the identity on it."""
 
-    def __init__(self, session, say):
+    def __init__(self, session, say, end):
         # The head has more columns than rows here, so its pseudo-inverse gives a hidden state for any wanted logits.
         self.inverse_VD = torch.linalg.pinv(session.head_VD.detach()).T
-        self.say = say
+        self.say, self.end = say, end
 
     def new_context(self):
         return []
@@ -48,11 +48,15 @@ class Oracle:
     def draft(self, context, token_ids_B, start_position, embedding_VD):
         assert len(context) == start_position
         assert token_ids_B[1:].eq(MASK).all()
+        assert len(token_ids_B) == min(BLOCK, self.end - start_position), "blocks are cut at the longest answer allowed"
         return self.inverse_VD[torch.tensor([self.say(start_position + slot) for slot in range(len(token_ids_B))])]
 
 
-def oracle(session, prompt, answer, *, shift=0):
-    return Oracle(session, lambda at: (answer[min(at - len(prompt), len(answer) - 1)] + shift) % VOCAB)
+def oracle(session, prompt, answer, *, shift=0, new=NEW):
+    def say(position):
+        return (answer[min(position - len(prompt), len(answer) - 1)] + shift) % VOCAB
+
+    return Oracle(session, say, len(prompt) + new)
 
 
 @pytest.mark.parametrize("layer_types", [("full_attention",) * 2, ("sliding_attention", "full_attention")])
@@ -85,7 +89,7 @@ def test_a_drafter_that_is_always_right_gives_whole_blocks(kind, new, tiny_targe
     session = TargetSession(tiny_target(kind), tap_layers=TAPS)
     for prompt in prompts:
         plain = plainly(session, prompt, new=new)
-        ours = speculate(session, oracle(session, prompt, plain.token_ids), prompt, new=new)
+        ours = speculate(session, oracle(session, prompt, plain.token_ids, new=new), prompt, new=new)
         left = new - 1
         assert ours.token_ids == plain.token_ids
         assert ours.path.lengths == (BLOCK,) * (left // BLOCK) + ((left % BLOCK,) if left % BLOCK else ())
