@@ -144,7 +144,7 @@ class DFlashDrafter(nn.Module):
         rope = self._rope(torch.arange(start_position, start_position + len(token_ids_B), device=self.device))
         x_BD = F.embedding(token_ids_B.to(self.device), embedding_VD).to(self.dtype)
         for index, (layer, kind) in enumerate(zip(self._layers(), self.shape.layer_types, strict=True)):
-            key, value = context.keys[index][:, :start_position], context.values[index][:, :start_position]
+            key, value = context.keys[index], context.values[index]  # rows from the anchor on are in no span
             attend = functools.partial(kernel.attend, mask=masks[kind])
             x_BD = layer(x_BD, rope=rope, context_key_GTC=key, context_value_GTC=value, attend=attend)
         output: torch.Tensor = self.norm(x_BD)
