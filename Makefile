@@ -2,7 +2,7 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt
 INSTALLED := .venv/.installed
 
 .PHONY: demo test check bench test-slow test-gpu
