@@ -40,9 +40,17 @@ def demo(
 def _with_bars(overrides: list[str]) -> DemoSummary:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.table import Column
 
-    columns = (TextColumn("{task.fields[stage]:9}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, TextColumn("{task.description}"), console=Console(stderr=True)) as bars:
+    whole = Column(no_wrap=True, min_width=7)
+    columns = (
+        TextColumn("{task.fields[stage]:8}"),
+        BarColumn(bar_width=16),
+        TimeElapsedColumn(table_column=whole),
+        TimeRemainingColumn(table_column=whole),
+        TextColumn("{task.description}"),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as bars:
         tasks: dict[str, TaskID] = {}
 
         def show(event: Event) -> None:

@@ -75,7 +75,7 @@ def run_demo(*, overrides: Sequence[str] = (), show: Show) -> DemoSummary:
     folder = RunFolder(Path(recipe.runs) / recipe.name)
     if recipe.name == "demo" and folder.recipe.is_file():
         shutil.rmtree(folder.root)
-    show(Event("target", 0, 1, "SmolLM2-135M-Instruct, converted once"))
+    show(Event("target", 0, 1, "SmolLM2-135M, converted once"))
     ensure_target(Path(recipe.target.model))
     show(Event("target", 1, 1, recipe.target.model))
     _prepare(recipe, show=show)
@@ -128,7 +128,7 @@ def _plan(recipe: Recipe, *, show: Show) -> Any:
     store = CorpusStore.open(Path(recipe.corpus.path))
     index = CorpusIndex(num_tokens=store.num_tokens, num_anchors=store.num_anchors, fingerprint=store.meta.fingerprint)
     summary = make_schedule(index=index, plan=recipe.plan, block_size=recipe.drafter.block_size).summary()
-    show(Event("plan", 1, 1, f"{summary.steps} steps, {summary.anchors:,} anchors, token fill {summary.token_fill:.3f}"))
+    show(Event("plan", 1, 1, f"{summary.steps} steps, {summary.anchors:,} anchors"))
     return summary
 
 
@@ -138,14 +138,14 @@ def _train(recipe: Recipe, *, num_steps: int, show: Show) -> Any:
 
     def report(worker: str, kind: str, payload: Any) -> None:
         if kind == "progress" and payload["stage"] == "answers":
-            show(Event("answers", payload["done"], payload["of"], "the target answers held-out prompts"))
+            show(Event("answers", payload["done"], payload["of"], "of the target, to held-out prompts"))
         elif kind == "record" and payload["kind"] == "train":
             show(Event("train", int(payload["step"]) + 1, num_steps))
         elif kind == "record" and payload["kind"] == "validation":
             text = f"acceptance length {payload['acceptance_length']:.3f}"
             show(Event("train", int(payload["step"]), num_steps, text))
 
-    show(Event("answers", 0, None, "the target answers held-out prompts"))
+    show(Event("answers", 0, None, "of the target, to held-out prompts"))
     return train_run(flight=preflight(recipe), given=RECIPE.read_text(), on_report=report)
 
 
@@ -176,9 +176,9 @@ def _evaluate(recipe: Recipe, *, exported: Path, show: Show) -> Any:
     from slipstream.demo.measure import measure_export
 
     def answered(done: int, total: int) -> None:
-        show(Event("evaluate", done, total, "held-out prompts, fp32, with and without the drafter"))
+        show(Event("evaluate", done, total, "held-out answers without and with it, fp32"))
 
-    show(Event("evaluate", 0, None, "held-out prompts, fp32, with and without the drafter"))
+    show(Event("evaluate", 0, None, "held-out answers without and with it, fp32"))
     return measure_export(
         folder=exported,
         info=read_target_info(recipe.target.model),
