@@ -58,7 +58,8 @@ def test_the_gradient_is_the_token_mean_of_the_global_step() -> None:
     for use in planner.step(0).uses:
         batch = toy_batch(planner.pack(use.pack_id), use)
         hidden = ToySource().take(use.pack_id).hidden_TKD
-        block = drafter(hidden_TKD=hidden, batch=batch, embedding_VD=ends.embedding_VD)
+        masks = drafter.make_masks(batch)
+        block = drafter(hidden_TKD=hidden, batch=batch, embedding_VD=ends.embedding_VD, masks=masks)
         total = total + toy_loss(hidden_NBD=block, head_VD=ends.head_VD, batch=batch).loss_sum
     (total / planned.sum()).backward()
     expected = torch.cat([parameter.grad.flatten() for parameter in drafter.parameters()]).norm()

@@ -111,7 +111,11 @@ class ToyDrafter(nn.Module):
         self.slot = nn.Parameter((torch.randn(B, D, generator=generator) * 0.1).to(dtype))
         self.norm = nn.Parameter(torch.ones(D, dtype=dtype))
 
-    def forward(self, *, hidden_TKD: Tensor, batch: BlockBatch, embedding_VD: Tensor) -> Tensor:
+    def make_masks(self, batch: BlockBatch) -> dict[str, Tensor]:
+        return {"valid": batch.anchor_valid_N}
+
+    def forward(self, *, hidden_TKD: Tensor, batch: BlockBatch, embedding_VD: Tensor, masks: Mapping[str, Tensor]) -> Tensor:
+        assert masks["valid"].equal(batch.anchor_valid_N), "masks of another batch"
         context_ND = hidden_TKD[batch.anchors_N - 1].flatten(1).to(self.fc.dtype) @ self.fc
         tokens_NBD = embedding_VD[batch.block_token_ids_NB].to(self.fc.dtype)
         return torch.tanh(context_ND[:, None] + tokens_NBD + self.slot) * self.norm

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from slipstream.config.drafter_shape import DrafterShape
 from slipstream.config.recipe import Recipe
-from slipstream.drafter import make_block_batch, noise_std
+from slipstream.drafter import DFlashDrafter, make_block_batch, noise_std
 from slipstream.drafter.noise import add_noise
 from slipstream.objective import block_loss, planned_denominator
 from slipstream.observe import Account, MetricLog
@@ -53,7 +53,7 @@ class RunParts:
     schedule: ScheduleFacts
     planner: Planner
     source: HiddenSource
-    drafter: nn.Module
+    drafter: DFlashDrafter
     ends: FrozenEnds
     target_fingerprint: str
     share: ColumnShare

@@ -5,9 +5,9 @@ T context tokens, K taps, D hidden, N anchors, B block size, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -23,7 +23,11 @@ from slipstream.trainer.tally import ColumnSums, StepTally
 class Drafter(Protocol):
     """What the trainer asks of a drafter family."""
 
-    def __call__(self, *, hidden_TKD: Tensor, batch: BlockBatch, embedding_VD: Tensor) -> Tensor:
+    def make_masks(self, batch: BlockBatch) -> Mapping[str, Any]:
+        """The family's masks of a batch on the CPU, on the drafter's device; waits for nothing."""
+        ...
+
+    def __call__(self, *, hidden_TKD: Tensor, batch: BlockBatch, embedding_VD: Tensor, masks: Mapping[str, Any]) -> Tensor:
         """Hidden states `[N, B, D]` of the block slots, after the final norm."""
         ...
 
@@ -63,9 +67,11 @@ class ColumnPass:
             )
         with self.account.state("forward"):
             bad_rows = count_bad_rows(hidden.hidden_TKD)
+            masks = self.drafter.make_masks(column.batch)  # from the CPU batch: reading anchors back would wait for the GPU
             batch = batch_to(column.batch, device=self.device)
             hidden_TKD = hidden.hidden_TKD if self.noise is None else self.noise(hidden.hidden_TKD, batch)
-            hidden_NBD = self.drafter(hidden_TKD=hidden_TKD, batch=batch, embedding_VD=self.ends.embedding_VD)
+            embedding_VD = self.ends.embedding_VD
+            hidden_NBD = self.drafter(hidden_TKD=hidden_TKD, batch=batch, embedding_VD=embedding_VD, masks=masks)
             sums = self.loss(hidden_NBD=hidden_NBD, head_VD=self.ends.head_VD, batch=batch)
         with self.account.state("backward"):
             torch.autograd.backward(sums.loss_sum / denominator)
