@@ -22,8 +22,11 @@ TEMPLATE = (
 )
 
 
-def write_target(folder: Path, *, seed: int = 0) -> Path:
-    """A random Llama of six layers, with tokenizer and chat template, as a Hugging Face folder."""
+def write_target(folder: Path, *, seed: int = 0, spread: float = 0.02) -> Path:
+    """A random Llama of six layers, with tokenizer and chat template, as a Hugging Face folder.
+
+    `spread` is the standard deviation of its weights: large ones make answers that do not repeat themselves at once.
+    """
     words = [*SPECIALS, "user", "assistant", *(f"w{i}" for i in range(NUM_WORDS))]
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -44,6 +47,7 @@ def write_target(folder: Path, *, seed: int = 0) -> Path:
         bos_token_id=None,
         pad_token_id=0,
         tie_word_embeddings=True,
+        initializer_range=spread,
     )
     LlamaForCausalLM(config).save_pretrained(folder)
     return folder
