@@ -6,6 +6,7 @@ Shape letters: N anchors · B block size · M supervised rows · D hidden · V v
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -38,8 +39,8 @@ def block_loss(*, hidden_NBD: torch.Tensor, head_VD: torch.Tensor, batch: BlockB
     """
     rows_M = _rows(batch)
     labels_M = batch.labels_NB.flatten().index_select(0, rows_M)
-    hidden_MD = hidden_NBD.flatten(0, 1).index_select(0, rows_M)
-    loss_M, hit_M = linear_ce(hidden_MD, head_VD, labels_M, objective.chunk_rows)
+    hidden_MD = _TakeRows.apply(hidden_NBD.flatten(0, 1), rows_M)
+    loss_M, hit_M = linear_ce(hidden_MD, head_VD, labels_M, objective.chunk_rows, num_rows=batch.num_rows)
     supervised = batch.supervised_NB
     slots = supervised.numel()
     # padding of rows_M writes to slot 0 of block 0, which the masks below leave out
@@ -57,6 +58,21 @@ def block_loss(*, hidden_NBD: torch.Tensor, head_VD: torch.Tensor, batch: BlockB
     )
 
 
+class _TakeRows(torch.autograd.Function):
+    """Rows by index; the gradient is copied back. What repeats is padding, whose gradient is 0, so nothing is to be summed."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden_QD: torch.Tensor, rows_M: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(rows_M)
+        ctx.shape = hidden_QD.shape
+        return hidden_QD.index_select(0, rows_M)
+
+    @staticmethod
+    def backward(ctx: Any, gradient_MD: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (rows_M,) = ctx.saved_tensors
+        return gradient_MD.new_zeros(ctx.shape).index_copy_(0, rows_M, gradient_MD), None
+
+
 def _rows(batch: BlockBatch) -> torch.Tensor:
-    """Supervised rows; whole chunks on CUDA, where shapes come from a closed set, the real ones alone where padding costs."""
+    """Supervised rows; padded on CUDA, where buffers come from a closed set of sizes, the real ones alone on a CPU."""
     return batch.rows_M[: batch.num_rows] if batch.rows_M.device.type == "cpu" else batch.rows_M

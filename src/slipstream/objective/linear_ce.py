@@ -9,7 +9,8 @@ Shape letters: M rows · R rows of a chunk · D hidden · V vocabulary.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 import torch
 
@@ -17,41 +18,49 @@ CPU_SCRATCH_ROWS = 64
 """Rows of a chunk that the softmax works on at once on a CPU: in fp32 they must stay near the cores' caches."""
 
 
+class RowPass(Protocol):
+    """What happens to a chunk of logits between the two matrix products."""
+
+    def __call__(
+        self, logits_RV: torch.Tensor, labels_R: torch.Tensor, *, loss_R: torch.Tensor, hit_R: torch.Tensor, gradient: bool
+    ) -> None:
+        """Fill `loss_R` (fp32) and `hit_R` (bool); with `gradient`, logits become softmax - onehot, subtracted in fp32."""
+
+
 def linear_ce(
-    hidden_MD: torch.Tensor, head_VD: torch.Tensor, labels_M: torch.Tensor, chunk_rows: int
+    hidden_MD: torch.Tensor, head_VD: torch.Tensor, labels_M: torch.Tensor, chunk_rows: int, *, num_rows: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Loss fp32 `[M]`, differentiable in `hidden_MD`, and whether the label is the argmax, bool `[M]`.
 
     `hidden_MD` and `head_VD` share a float type, in which the matrix products run; logits and softmax are fp32. The head
-    must not require a gradient. Without a gradient to form, only the forward product is paid.
+    must not require a gradient. Without a gradient to form, only the forward product is paid. Rows from `num_rows` on are
+    padding: loss 0, no hit, nothing computed; their weight must be 0.
     """
     assert not head_VD.requires_grad, "the head is the target's and frozen"
     assert hidden_MD.dtype == head_VD.dtype, f"hidden states are {hidden_MD.dtype}, the head is {head_VD.dtype}"
     keep = torch.is_grad_enabled() and hidden_MD.requires_grad
-    loss, hit = _LinearCrossEntropy.apply(hidden_MD, head_VD, labels_M, chunk_rows, keep)
+    rows = len(hidden_MD) if num_rows is None else num_rows
+    loss, hit = _LinearCrossEntropy.apply(hidden_MD, head_VD, labels_M, chunk_rows, rows, keep)
     return loss, hit
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden_MD: torch.Tensor, head_VD: torch.Tensor, labels_M: torch.Tensor, chunk_rows: int, keep: bool
+        ctx: Any, hidden_MD: torch.Tensor, head_VD: torch.Tensor, labels_M: torch.Tensor, chunk_rows: int, rows: int, keep: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        rows, vocabulary = len(hidden_MD), len(head_VD)
-        loss_M = torch.empty(rows, dtype=torch.float32, device=hidden_MD.device)
-        hit_M = torch.empty(rows, dtype=torch.bool, device=hidden_MD.device)
+        vocabulary = len(head_VD)
+        loss_M = torch.zeros(len(hidden_MD), dtype=torch.float32, device=hidden_MD.device)
+        hit_M = torch.zeros(len(hidden_MD), dtype=torch.bool, device=hidden_MD.device)
         unit_MD = torch.empty_like(hidden_MD) if keep else None
-        logits = hidden_MD.new_empty(min(chunk_rows, rows), vocabulary)
-        scratch_rows = min(CPU_SCRATCH_ROWS, chunk_rows) if hidden_MD.device.type == "cpu" else chunk_rows
-        scratch = None if hidden_MD.dtype == torch.float32 else logits.new_empty(scratch_rows, vocabulary, dtype=torch.float32)
+        # the same size for every batch, so that the allocator hands out the same block; free again during backward
+        logits = hidden_MD.new_empty(min(chunk_rows, len(hidden_MD)), vocabulary)
+        row_pass = ROW_PASSES[hidden_MD.device.type]()
         for first in range(0, rows, chunk_rows):
             chunk = slice(first, min(first + chunk_rows, rows))
             logits_RV = logits[: chunk.stop - first]
             torch.mm(hidden_MD[chunk], head_VD.t(), out=logits_RV)
-            for begin in range(0, len(logits_RV), scratch_rows):
-                part = slice(begin, min(begin + scratch_rows, len(logits_RV)))
-                whole = slice(first + part.start, first + part.stop)
-                loss_M[whole], hit_M[whole] = _row_pass(logits_RV[part], labels_M[whole], scratch=scratch, gradient=keep)
+            row_pass(logits_RV, labels_M[chunk], loss_R=loss_M[chunk], hit_R=hit_M[chunk], gradient=keep)
             if unit_MD is not None:
                 torch.mm(logits_RV, head_VD, out=unit_MD[chunk])
         ctx.mark_non_differentiable(hit_M)
@@ -65,10 +74,35 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weight = grad_loss_M[:, None]
         # by where, not by product alone: a row of weight 0 may hold NaN
         gradient = torch.where(weight == 0, torch.zeros((), device=weight.device), weight * unit_MD).to(unit_MD.dtype)
-        return gradient, None, None, None, None
+        return gradient, None, None, None, None, None
+
+
+def _torch_rows() -> RowPass:
+    return _row_pass
+
+
+def _triton_rows() -> RowPass:
+    from slipstream.objective.row_kernel import row_pass  # here, since only CUDA builds of torch bring Triton
+
+    return row_pass
+
+
+ROW_PASSES: Mapping[str, Callable[[], RowPass]] = {"cpu": _torch_rows, "cuda": _triton_rows}
+"""Every implementation, by the kind of device that it is for."""
 
 
 def _row_pass(
+    logits_RV: torch.Tensor, labels_R: torch.Tensor, *, loss_R: torch.Tensor, hit_R: torch.Tensor, gradient: bool
+) -> None:
+    rows = min(CPU_SCRATCH_ROWS, len(logits_RV))
+    fp32 = logits_RV.dtype == torch.float32
+    scratch = None if fp32 else logits_RV.new_empty(rows, logits_RV.shape[1], dtype=torch.float32)
+    for first in range(0, len(logits_RV), rows):
+        part = slice(first, first + rows)
+        loss_R[part], hit_R[part] = _softmax_rows(logits_RV[part], labels_R[part], scratch=scratch, gradient=gradient)
+
+
+def _softmax_rows(
     logits_RV: torch.Tensor, labels_R: torch.Tensor, *, scratch: torch.Tensor | None, gradient: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Loss and hit of rows; with `gradient`, `logits_RV` becomes softmax - onehot, subtracted in fp32 before rounding."""
