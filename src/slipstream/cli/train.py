@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from slipstream.launch.preflight import Preflight
 
 
 def train(
@@ -21,12 +24,14 @@ def train(
     """Train a drafter as a recipe says: preflight, plan, answers to validation prompts, then the run itself."""
     from slipstream.config import load_recipe
 
-    changes = [*(overrides or []), *([f"drafter.warm_start={warm_start}"] if warm_start else [])]
+    changes = [*(overrides or []), *([f"drafter.warm_start={json.dumps(warm_start)}"] if warm_start else [])]
     resolved = load_recipe(recipe, overrides=changes)
 
     from slipstream.launch.preflight import preflight
 
     flight = preflight(resolved, resume=resume)
+    if resume and _is_finished(flight, as_json=as_json):
+        return
 
     from slipstream.launch.local import train_run
 
@@ -48,6 +53,23 @@ def train(
     for line in result.validations[-1:]:
         typer.echo(f"acceptance length {line['acceptance_length']:.3f} at step {line['step']}")
     typer.echo(f"next: slipstream export {result.folder} --out DIR")
+
+
+def _is_finished(flight: Preflight, *, as_json: bool) -> bool:
+    """Whether a run to resume has nothing left to do, which is said and is no error: a job that is repeated may end so."""
+    from slipstream.launch.resume import check_same_recipe, finished_steps
+
+    check_same_recipe(recipe=flight.recipe, saved=flight.folder.recipe)
+    steps = finished_steps(flight.folder)
+    if steps is None:
+        return False
+    root = flight.folder.root
+    if as_json:
+        typer.echo(json.dumps({"folder": str(root), "steps": steps, "already_finished": True}))
+    else:
+        typer.echo(f"{root.name} has finished: all {steps} steps are done")
+        typer.echo(f"next: slipstream export {root} --out DIR")
+    return True
 
 
 class _Progress:

@@ -59,7 +59,10 @@ def main() -> int:
     """Play one role. Exit code 0 when done, the error's own code when it failed."""
     job: dict[str, Any] = json.load(sys.stdin)
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {job['name']} %(levelname)s %(name)s: %(message)s", force=True)
-    control = Control(connection_from_fd(job["descriptors"]["control"]))
+    descriptors: dict[str, int] = job["descriptors"]
+    if "lock" in descriptors:  # held by being open, in this process and in no other that it may start
+        os.set_inheritable(descriptors["lock"], False)
+    control = Control(connection_from_fd(descriptors["control"]))
     try:
         from slipstream.device.threads import set_threads
         from slipstream.launch.roles import role

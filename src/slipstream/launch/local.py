@@ -6,6 +6,7 @@ Preflight → schedule → answers to the validation prompts → memory and brok
 from __future__ import annotations
 
 import json
+import logging
 import os
 import platform
 import shutil
@@ -19,24 +20,27 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from slipstream.config import Recipe, dump_recipe, make_recipe
+from slipstream.config import dump_recipe
 from slipstream.device.limits import available_memory
 from slipstream.device.shared import SharedMemory
 from slipstream.device.threads import share_threads
-from slipstream.errors import CheckpointError, Interrupted, PlanError, WorkerFailed
+from slipstream.errors import Interrupted, PlanError, PreflightError, WorkerFailed
+from slipstream.launch.lock import RunLock
 from slipstream.launch.planning import RunPlan, open_run_plan, slot_layout, write_schedule
-from slipstream.launch.preflight import Preflight
+from slipstream.launch.preflight import Preflight, check_run_folder
 from slipstream.launch.processes import Child, start_child
+from slipstream.launch.resume import check_same_recipe, finished_steps
 from slipstream.launch.runbook import RunBook
 from slipstream.launch.supervisor import Supervisor
-from slipstream.plan import plan_memory
+from slipstream.plan import Schedule, plan_memory
 from slipstream.trainer.checkpoint import latest, read_cursor
 from slipstream.transport.broker import Broker
 from slipstream.transport.connections import connection_pair
 
-GIB = 2**30
 Report = Callable[[str, str, Any], None]
 VERSIONS_OF = ("slipstream", "torch", "transformers", "datasets", "numpy", "safetensors")
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,28 +59,28 @@ def train_run(*, flight: Preflight, given: str | None = None, on_report: Report 
     """Train as the recipe says and return where the result lies.
 
     `given` is the recipe file's own text, kept beside the resolved one. `on_report(worker, kind, payload)` hears every report
-    of every worker. A flight with `resume` goes on from the run's newest checkpoint.
+    of every worker. A flight with `resume` goes on from the run's newest checkpoint. Raises `CheckpointError` when its recipe
+    is not the run's, `PreflightError` when the run has finished or another process is training it.
     """
     recipe, folder = flight.recipe, flight.folder
-    if flight.resume:
-        _check_same_recipe(recipe=recipe, saved=folder.recipe)
-    folder.create()
-    folder.recipe.write_text(dump_recipe(recipe))
-    if given is not None:
-        folder.recipe_given.write_text(given)
-    _record_environment(folder.environment)
-    book = RunBook(folder=folder, recipe=recipe, on_report=on_report)
-    book.state("starting")
-    try:
-        return _Run(flight=flight, book=book).run()
-    except Interrupted as error:
-        book.state("interrupted", cause=str(error))
-        raise
-    except BaseException as error:
-        book.state("failed", cause=str(error) or type(error).__name__)
-        raise
-    finally:
-        book.close()
+    folder.root.mkdir(parents=True, exist_ok=True)
+    with RunLock(folder) as lock:
+        check_run_folder(folder=folder, resume=flight.resume)  # again: another start may have come between
+        if flight.resume:
+            _check_resume(flight)
+        folder.create()
+        book = RunBook(folder=folder, recipe=recipe, on_report=on_report)
+        book.state("starting")
+        try:
+            return _Run(flight=flight, given=given, book=book, lock=lock).run()
+        except (Interrupted, KeyboardInterrupt) as error:
+            book.state("interrupted", cause=str(error) or type(error).__name__)
+            raise
+        except BaseException as error:
+            book.state("failed", cause=str(error) or type(error).__name__)
+            raise
+        finally:
+            book.close()
 
 
 @dataclass(slots=True)
@@ -84,20 +88,18 @@ class _Run:
     """One start of a run: what its processes share, and how they are started."""
 
     flight: Preflight
+    given: str | None
     book: RunBook
+    lock: RunLock
     memories: list[SharedMemory] = field(default_factory=list)
     broker: Broker | None = None
     checkpoint: Path | None = None
 
     def run(self) -> RunResult:
         recipe, folder = self.flight.recipe, self.flight.folder
-        schedule = write_schedule(recipe=recipe, folder=folder)
-        self._check_memory(slots_per_column=schedule.slots_per_column, validation_slots=0)
-        start_step = 0
-        if self.flight.resume:
-            self.checkpoint = latest(folder.checkpoints)
-            if self.checkpoint is not None:
-                start_step = _cursor_step(self.checkpoint, digest=schedule.digest)
+        schedule = self._plan()
+        start_step = self._start_step(schedule)
+        self._record_start()
         self.book.begin(start_step=start_step, num_steps=schedule.num_steps)
         self._answer_validation_prompts()
         plan = open_run_plan(recipe=recipe, folder=folder, ranks=recipe.placement.drafter_ranks, start_step=start_step)
@@ -120,6 +122,32 @@ class _Run:
             validations=self.book.validations,
         )
 
+    def _plan(self) -> Schedule:
+        """The schedule, on disk. What a start that was refused left there belongs to no run and goes first."""
+        recipe, folder = self.flight.recipe, self.flight.folder
+        if not self.flight.resume:
+            shutil.rmtree(folder.schedule, ignore_errors=True)
+        schedule = write_schedule(recipe=recipe, folder=folder)
+        self._check_memory(slots_per_column=schedule.slots_per_column, validation_slots=0)
+        return schedule
+
+    def _start_step(self, schedule: Schedule) -> int:
+        if not self.flight.resume:
+            return 0
+        self.checkpoint = latest(self.flight.folder.checkpoints)
+        if self.checkpoint is None:
+            log.warning("%s has no checkpoint yet: it starts again at step 0", self.flight.folder.root.name)
+            return 0
+        return _cursor_step(self.checkpoint, digest=schedule.digest)
+
+    def _record_start(self) -> None:
+        """Only a run that can be planned and held in memory is put down as one: until here, its name stays free."""
+        folder = self.flight.folder
+        folder.recipe.write_text(dump_recipe(self.flight.recipe))
+        if self.given is not None:
+            folder.recipe_given.write_text(self.given)
+        _record_environment(folder.environment)
+
     def _supervise(self, *, plan: RunPlan, rendezvous: Path) -> dict[str, Any]:
         split = self.flight.placement.mode == "split"
         recipe = self.flight.recipe
@@ -141,14 +169,14 @@ class _Run:
             )
             return supervisor.run()
         finally:
-            self._close_broker("")
+            self._close_broker("the run is over", None)
 
     def _start_drafter(self, *, rank: int, job: Mapping[str, Any], split: bool) -> Child:
-        descriptors: dict[str, int] = {}
+        descriptors = {"lock": self.lock.fd}
         if split:
             assert self.broker is not None
             ours, theirs = connection_pair()
-            descriptors = {"transport": theirs.fileno(), "memory": self.memories[rank].fd}
+            descriptors |= {"transport": theirs.fileno(), "memory": self.memories[rank].fd}
         name = f"drafter-{rank}" if split else f"worker-{rank}"
         child = start_child(
             name=name,
@@ -167,13 +195,13 @@ class _Run:
     def _answer_validation_prompts(self) -> None:
         """Have the target answer the validation prompts, in a process that ends with its memory given back."""
         folder = self.flight.folder
-        if self.flight.recipe.validation.prompts is None or (folder.validation / "answers.jsonl").is_file():
+        if self.flight.recipe.validation.prompts is None:
             return
         folder.validation.mkdir(exist_ok=True)
         child = start_child(
             name="answers",
             job={"role": "answers", **self._shared_job()},
-            descriptors={},
+            descriptors={"lock": self.lock.fd},
             log=folder.logs / "answers.log",
             threads=os.cpu_count() or 1,
             environment=self.environment(role="target", index=0),
@@ -185,7 +213,7 @@ class _Run:
             max_restarts=0,
             ready_seconds=self.flight.recipe.placement.ready_seconds,
             on_report=self.book.take,
-            close_broker=lambda cause: None,
+            close_broker=lambda reason, lost: None,
         )
         supervisor.run()
 
@@ -216,9 +244,9 @@ class _Run:
         for memory in self.memories:
             memory.close()
 
-    def _close_broker(self, cause: str) -> None:
+    def _close_broker(self, reason: str, lost: str | None) -> None:
         if self.broker is not None:
-            self.broker.close(reason=cause or "the run is over")
+            self.broker.close(reason=reason, lost=lost)
 
     def _check_memory(self, *, slots_per_column: int, validation_slots: int) -> None:
         """Refuse a run that cannot fit, before any weight loads."""
@@ -273,7 +301,7 @@ class _TargetStarter:
         child = start_child(
             name=name,
             job={**self.job, "role": "target", "rank": index, "attempt": attempt},
-            descriptors={"transport": theirs.fileno(), **memories},
+            descriptors={"lock": self.run.lock.fd, "transport": theirs.fileno(), **memories},
             log=self.run.flight.folder.logs / f"{name}.log",
             threads=self.run.threads(role="target"),
             environment=self.run.environment(role="target", index=index),
@@ -288,21 +316,16 @@ class _TargetStarter:
         self.run.broker.detach_producer(self.names[index])
 
 
-def _check_same_recipe(*, recipe: Recipe, saved: Path) -> None:
-    """A resumed run keeps every key that its result depends on; placement, observation and checkpoints may change."""
-    import tomllib
-
-    before = make_recipe(tomllib.loads(saved.read_text())).model_dump()
-    now = recipe.model_dump()
-    for section in ("target", "corpus", "plan", "drafter", "objective", "optimizer"):
-        for key, value in now[section].items():
-            if value != before[section][key]:
-                raise CheckpointError(
-                    key=f"{section}.{key}",
-                    value=value,
-                    rule=f"the run to resume was started with {before[section][key]}",
-                    hint="resume with the run's own recipe, or start a new run under another name",
-                )
+def _check_resume(flight: Preflight) -> None:
+    check_same_recipe(recipe=flight.recipe, saved=flight.folder.recipe)
+    steps = finished_steps(flight.folder)
+    if steps is not None:
+        raise PreflightError(
+            key="resume",
+            value=flight.folder.root.name,
+            rule=f"all {steps} steps of this run are done",
+            hint=f"slipstream export {flight.folder.root} --out DIR",
+        )
 
 
 def _cursor_step(checkpoint: Path, *, digest: str) -> int:

@@ -16,14 +16,12 @@ import numpy as np
 from slipstream.config import DrafterShape, Recipe, TargetInfo
 from slipstream.corpus.store import CorpusStore
 from slipstream.errors import PlanError
-from slipstream.launch.answers import Answer, read_answers
+from slipstream.launch.answers import ANSWERS_FILE, Answer, read_answers
 from slipstream.plan import CorpusIndex, Planner, Schedule, make_schedule, plan_validation
 from slipstream.records import Document, Pack, Use
 from slipstream.runfolder import RunFolder
 from slipstream.transport.layout import SlotLayout
 from slipstream.transport.ledger import PackOrder
-
-ANSWERS_FILE = "answers.jsonl"
 
 log = logging.getLogger(__name__)
 
@@ -116,12 +114,11 @@ def open_run_plan(*, recipe: Recipe, folder: RunFolder, ranks: int, start_step: 
     """Read the schedule, the corpus and the validation answers of a run. Raises `PlanError` or `CorpusError` when damaged."""
     store = CorpusStore.open(Path(recipe.corpus.path))
     schedule = Schedule.load(folder.schedule)
+    answers = [] if recipe.validation.prompts is None else read_answers(folder.validation / ANSWERS_FILE)
     return RunPlan(
         schedule=schedule,
         planner=Planner(schedule=schedule, document=store.document),
-        validation=validation_packs(
-            answers=read_answers(folder.validation / ANSWERS_FILE), recipe=recipe, first_pack=schedule.num_packs
-        ),
+        validation=validation_packs(answers=answers, recipe=recipe, first_pack=schedule.num_packs),
         ranks=ranks,
         start_step=start_step,
     )
@@ -130,10 +127,17 @@ def open_run_plan(*, recipe: Recipe, folder: RunFolder, ranks: int, start_step: 
 def validation_packs(*, answers: Sequence[Answer], recipe: Recipe, first_pack: int) -> tuple[ValidationPack, ...]:
     """Pack the answered prompts; their pack ids follow the training packs', in the order planned.
 
-    An answer longer than a pack cannot be measured: it is left out, with a warning.
+    An answer that is longer than a pack cannot be measured: it is left out, with a warning. Raises `PlanError` when all are.
     """
     documents = [answer_document(index=index, answer=answer) for index, answer in enumerate(answers)]
     fitting = [document for document in documents if len(document.token_ids) <= recipe.plan.pack_tokens]
+    if documents and not fitting:
+        raise PlanError(
+            key="plan.pack_tokens",
+            value=recipe.plan.pack_tokens,
+            rule=f"is shorter than every one of the {len(documents)} validation prompts with its answer",
+            hint="raise it, lower validation.max_new_tokens, or take shorter validation.prompts",
+        )
     if len(fitting) < len(documents):
         log.warning("%d of %d validation answers are longer than a pack", len(documents) - len(fitting), len(documents))
     limit = recipe.validation.max_new_tokens

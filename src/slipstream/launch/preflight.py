@@ -5,22 +5,23 @@ Waits for nothing. Each refusal is a `PreflightError` (or `RecipeError`, `Corpus
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from slipstream.config import DrafterShape, Recipe, TargetInfo, read_target_info, resolve_drafter
-from slipstream.corpus.meta import CorpusMeta, read_meta, template_fingerprint, tokenizer_fingerprint
+from slipstream.config import DrafterShape, Recipe, TargetInfo, resolve_drafter
+from slipstream.corpus.meta import CorpusMeta
 from slipstream.device.kind import DeviceKind, count_gpus, device_kind
 from slipstream.device.limits import available_cores
 from slipstream.errors import PreflightError
+from slipstream.launch.given import check_validation, check_warm_start, read_corpus, read_target
 from slipstream.plan.placement import Placement, resolve_placement
 from slipstream.runfolder import RunFolder
 
 GIB = 2**30
+CHECKPOINT_BYTES = 12
+"""Of one weight in a checkpoint: fp32 master and two moments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,18 +40,18 @@ class Preflight:
 
 def preflight(recipe: Recipe, *, resume: bool = False) -> Preflight:
     """Check a recipe against this machine, its target and its corpus, before anything loads. Raises on the first violation."""
-    info = read_target_info(recipe.target.model)
-    _check_target_files(info)
+    info = read_target(recipe)
     shape = resolve_drafter(recipe=recipe, info=info)
-    corpus = read_meta(Path(recipe.corpus.path))
-    _check_corpus(recipe=recipe, info=info, shape=shape, corpus=corpus)
-    _check_validation(recipe)
-    _check_warm_start(recipe=recipe, shape=shape)
+    corpus = read_corpus(recipe=recipe, info=info, shape=shape)
+    check_validation(recipe=recipe, info=info)
+    folder = RunFolder(Path(recipe.runs) / recipe.name)
+    if not (resume and any(folder.checkpoints.glob("step-*"))):  # a checkpoint's weights come after those of any warm start
+        check_warm_start(recipe=recipe, shape=shape)
     device = device_kind(recipe.placement.device)
+    _check_attention(recipe=recipe, device=device)
     num_devices = count_gpus() if device == "cuda" else available_cores()
     placement = resolve_placement(placement=recipe.placement, device=device, num_devices=num_devices)
-    folder = RunFolder(Path(recipe.runs) / recipe.name)
-    _check_run_folder(folder=folder, resume=resume)
+    check_run_folder(folder=folder, resume=resume)
     _check_disk(recipe=recipe, folder=folder, shape=shape)
     _check_host_memory(recipe)
     return Preflight(
@@ -65,96 +66,8 @@ def preflight(recipe: Recipe, *, resume: bool = False) -> Preflight:
     )
 
 
-def _check_target_files(info: TargetInfo) -> None:
-    if not (info.folder / "tokenizer.json").is_file():
-        raise PreflightError(
-            key="target.model", value=str(info.folder), rule="has no tokenizer.json", hint="a fast tokenizer is needed"
-        )
-    index = info.folder / "model.safetensors.index.json"
-    sharded = index.is_file()
-    names = sorted(set(json.loads(index.read_text())["weight_map"].values())) if sharded else ["model.safetensors"]
-    missing = [name for name in names if not (info.folder / name).is_file()]
-    if missing:
-        raise PreflightError(
-            key="target.model",
-            value=str(info.folder),
-            rule=f"lacks {len(missing)} of {len(names)} weight files, first {missing[0]}",
-            hint="safetensors weights are needed; finish the download or convert them",
-        )
-
-
-def _check_corpus(*, recipe: Recipe, info: TargetInfo, shape: DrafterShape, corpus: CorpusMeta) -> None:
-    pairs: list[tuple[str, str, Callable[[Path], str]]] = [
-        ("tokenizer", corpus.tokenizer_fingerprint, tokenizer_fingerprint),
-        ("chat template", corpus.template_fingerprint, template_fingerprint),
-    ]
-    for what, recorded, fingerprint in pairs:
-        if recorded != fingerprint(info.folder):
-            raise PreflightError(
-                key="corpus.path",
-                value=recipe.corpus.path,
-                rule=f"was prepared with another {what} than that of target.model ({recipe.target.model})",
-                hint=f"prepare it again: slipstream prepare … --target {recipe.target.model}",
-            )
-    if corpus.contains_token(shape.mask_token_id):
-        raise PreflightError(
-            key="drafter.mask_token_id",
-            value=shape.mask_token_id,
-            rule="occurs in the corpus, so a drafted slot could not be told from a real token",
-            hint="take a token that no conversation contains",
-        )
-    if not corpus.num_documents:
-        raise PreflightError(key="corpus.path", value=recipe.corpus.path, rule="holds no document")
-
-
-def _check_validation(recipe: Recipe) -> None:
-    prompts = recipe.validation.prompts
-    if prompts is None:
-        return
-    path = Path(prompts)
-    if not path.is_file():
-        raise PreflightError(
-            key="validation.prompts", value=prompts, rule="is not a file", hint="a JSONL of conversations, or leave it out"
-        )
-    with path.open(encoding="utf-8", errors="replace") as lines:
-        first = lines.readline()
-    try:
-        json.loads(first)
-    except json.JSONDecodeError as error:
-        raise PreflightError(
-            key="validation.prompts", value=prompts, rule=f"its first line is not JSON: {error}", hint="one JSON object a line"
-        ) from error
-
-
-def _check_warm_start(*, recipe: Recipe, shape: DrafterShape) -> None:
-    folder = recipe.drafter.warm_start
-    if folder is None:
-        return
-    file = Path(folder) / "config.json"
-    if not file.is_file():
-        raise PreflightError(
-            key="drafter.warm_start", value=folder, rule="has no config.json", hint="an exported drafter folder"
-        )
-    config = json.loads(file.read_text())
-    nested = config.get("dflash_config", {})
-    found = {
-        "hidden_size": config.get("hidden_size"),
-        "num_layers": config.get("num_hidden_layers"),
-        "block_size": nested.get("block_size", config.get("block_size")),
-        "mask_token_id": nested.get("mask_token_id", config.get("mask_token_id")),
-        "tap_layers": tuple(nested.get("target_layer_ids", config.get("target_layer_ids")) or ()),
-    }
-    for name, value in found.items():
-        if value != getattr(shape, name):
-            raise PreflightError(
-                key="drafter.warm_start",
-                value=folder,
-                rule=f"its {name} is {value}, this recipe's is {getattr(shape, name)}",
-                hint="make the recipe equal to the drafter it starts from",
-            )
-
-
-def _check_run_folder(*, folder: RunFolder, resume: bool) -> None:
+def check_run_folder(*, folder: RunFolder, resume: bool) -> None:
+    """Refuse a name that is taken, a run to resume that is not there, and a place where no run can be written."""
     started = folder.recipe.is_file()
     if started and not resume:
         raise PreflightError(
@@ -165,25 +78,39 @@ def _check_run_folder(*, folder: RunFolder, resume: bool) -> None:
         )
     if resume and not started:
         raise PreflightError(
-            key="name", value=folder.root.name, rule=f"there is no run of this name in {folder.root.parent} to resume"
+            key="name",
+            value=folder.root.name,
+            rule=f"there is no run of this name in {folder.root.parent} to resume",
+            hint="start it without --resume",
         )
-    if folder.root.exists() and not os.access(folder.root, os.W_OK):
-        raise PreflightError(key="runs", value=str(folder.root), rule="cannot be written to")
+    place = _existing(folder.root)
+    if not place.is_dir():
+        raise PreflightError(key="runs", value=str(folder.root.parent), rule=f"{place} is not a folder")
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise PreflightError(key="runs", value=str(folder.root.parent), rule=f"{place} cannot be written to")
+
+
+def _check_attention(*, recipe: Recipe, device: DeviceKind) -> None:
+    if recipe.drafter.attention == "flex" and device == "cpu":
+        raise PreflightError(
+            key="drafter.attention",
+            value="flex",
+            rule="has no backward on a CPU, which is what this run trains on",
+            hint='use "auto" or "sdpa"',
+        )
 
 
 def _check_disk(*, recipe: Recipe, folder: RunFolder, shape: DrafterShape) -> None:
-    place = folder.root
-    while not place.exists():
-        place = place.parent
-    if not os.access(place, os.W_OK):
-        raise PreflightError(key="runs", value=recipe.runs, rule=f"{place} cannot be written to")
-    needed = (recipe.checkpoint.keep + 2) * shape.num_parameters * 12
+    """Checkpoints that are kept, the best one, and the one being written; what a run to resume has already is not counted."""
+    place = _existing(folder.root)
+    there = sum(file.stat().st_size for file in folder.checkpoints.glob("step-*/*") if file.is_file())
+    needed = (recipe.checkpoint.keep + 2) * shape.num_parameters * CHECKPOINT_BYTES - there
     free = shutil.disk_usage(place).free
     if needed > free:
         raise PreflightError(
             key="checkpoint.keep",
             value=recipe.checkpoint.keep,
-            rule=f"checkpoints need up to {needed / GIB:.1f} GiB, {free / GIB:.1f} GiB are free in {place}",
+            rule=f"checkpoints need up to {needed / GIB:.1f} GiB more, {free / GIB:.1f} GiB are free in {place}",
             hint="keep fewer, or set runs to a larger disk",
         )
 
@@ -197,5 +124,10 @@ def _check_host_memory(recipe: Recipe) -> None:
                     key="placement.host_memory_gb",
                     value=recipe.placement.host_memory_gb,
                     rule=f"this machine has {total / GIB:.1f} GiB in all",
-                    hint="give slots less, for example by fewer plan.replays or a smaller plan.replay_distance",
+                    hint="set it to what slots may take; slipstream plan shows what they need",
                 )
+
+
+def _existing(path: Path) -> Path:
+    """The path itself, or the nearest folder above it that is there."""
+    return next(place for place in (path, *path.absolute().parents) if place.exists())

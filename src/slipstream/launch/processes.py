@@ -8,12 +8,14 @@ reaches the supervisor alone, which then ends the run in order.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -23,6 +25,10 @@ from slipstream.device.threads import thread_environment
 from slipstream.transport.connections import connection_pair
 
 TAIL_BYTES = 4000
+TERMINATE_SECONDS = 5.0
+KILL_SECONDS = 10.0
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -59,18 +65,6 @@ class Child:
             self.control.send(("stop",))
         except (BrokenPipeError, OSError):
             return
-
-    def end(self, *, grace_seconds: float) -> None:
-        """Wait for the child to end by itself, then terminate it, then kill it, each by its handle."""
-        for action in (None, self.process.terminate, self.process.kill):
-            if action is not None:
-                action()
-            try:
-                self.process.wait(timeout=grace_seconds)
-                break
-            except subprocess.TimeoutExpired:
-                continue
-        self.control.close()
 
 
 def start_child(
@@ -120,9 +114,28 @@ def log_tail(log: Path) -> str:
 
 
 def end_all(children: Sequence[Child], *, grace_seconds: float) -> None:
-    """Ask all to stop, then end each by its handle."""
+    """Ask all to stop and wait for them together; terminate who is still there, then kill, each by its own handle."""
     for child in children:
         if child.alive:
             child.ask_to_stop()
+    _wait_for(children, seconds=grace_seconds)
     for child in children:
-        child.end(grace_seconds=grace_seconds)
+        if child.alive:
+            child.process.terminate()
+    _wait_for(children, seconds=TERMINATE_SECONDS)
+    for child in children:
+        if child.alive:
+            log.warning("%s, process %d, does not end when asked to: killed", child.name, child.process.pid)
+            child.process.kill()
+    _wait_for(children, seconds=KILL_SECONDS)
+    for child in children:
+        if child.alive:
+            log.error("%s, process %d, is stuck in the kernel and is left behind", child.name, child.process.pid)
+        child.control.close()
+
+
+def _wait_for(children: Sequence[Child], *, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    for child in children:
+        with suppress(subprocess.TimeoutExpired):
+            child.process.wait(timeout=max(0.0, deadline - time.monotonic()))

@@ -57,6 +57,12 @@ class RunBook:
         elif kind == "restart":
             self._state["restarts"] += 1
             self._write({"kind": "restart", "step": self._state["step"], "worker": worker, **payload})
+        elif kind == "done" and payload.get("bad_rows"):
+            rows = payload["bad_rows"]
+            log.warning(
+                "%s: %d hidden rows were not finite and were trained on as 0; see metrics of kind bad_rows", worker, rows
+            )
+            self._write({"kind": "bad_rows", "step": self._state["step"], "worker": worker, "rows": rows})
         elif kind == "failed":
             log.error("%s failed: %s: %s", worker, payload["kind"], payload["message"])
         if self._on_report is not None:

@@ -8,15 +8,16 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
-from slipstream.errors import Interrupted, WorkerFailed
+from slipstream.errors import Interrupted, UsageError, WorkerFailed
 from slipstream.launch.processes import Child, end_all
 
 POLL_SECONDS = 0.5
@@ -39,7 +40,8 @@ class WorkerStarter(Protocol):
 class Supervisor:
     """Runs drafters (or colocated processes) to their end, with target workers that may be restarted.
 
-    `on_report(name, kind, payload)` sees every report. Raises `WorkerFailed` when a drafter dies or a target worker dies too
+    `on_report(name, kind, payload)` sees every report; `close_broker(reason, lost)` tells the transport's ends why it closes,
+    and which peer is lost, if one is. Raises `WorkerFailed` when a drafter dies or a target worker dies too
     often, `Interrupted` when SIGINT or SIGTERM ended the run in order.
     """
 
@@ -49,14 +51,15 @@ class Supervisor:
     max_restarts: int
     ready_seconds: float
     on_report: Callable[[str, str, Any], None]
-    close_broker: Callable[[str], None]
+    close_broker: Callable[[str, str | None], None]
     targets: list[Child] = field(default_factory=list)
     restarts: list[int] = field(default_factory=list)
-    signal_number: int = 0
+    signals: list[int] = field(default_factory=list)
+    asked_to_stop: bool = False
 
     def run(self) -> dict[str, Any]:
         """Run to the end and return what drafter rank 0 reported as its result."""
-        with _SignalsTo(self._on_signal):
+        with _SignalsTo(self.signals.append):
             try:
                 for index in range(self.num_targets):
                     self._start_target(index, attempt=0)
@@ -64,14 +67,12 @@ class Supervisor:
                     self._look()
                 self._finish()
             except BaseException as error:
-                self.close_broker(str(error))
-                end_all([*self.drafters, *self.targets], grace_seconds=GRACE_SECONDS / 3)
+                self.close_broker(str(error), None)
+                at_once = len(self.signals) > 1
+                end_all([*self.drafters, *self.targets], grace_seconds=0 if at_once else GRACE_SECONDS / 3)
                 raise
-        if self.signal_number:
-            name = signal.Signals(self.signal_number).name
-            interrupted = Interrupted(f"ended in order after {name}; continue with --resume")
-            interrupted.exit_code = 128 + self.signal_number
-            raise interrupted
+        if self.signals and self.drafters[0].result.get("status") != "finished":
+            raise self._interrupted(f"ended in order after {signal.Signals(self.signals[0]).name}; continue with --resume")
         return self.drafters[0].result
 
     def _start_target(self, index: int, *, attempt: int) -> None:
@@ -85,6 +86,14 @@ class Supervisor:
 
     def _look(self) -> None:
         children = [child for child in (*self.drafters, *self.targets) if not child.done]
+        self._listen(children)
+        self._check_ready(children)
+        for child in children:
+            if not child.done and not child.alive:
+                self._ended(child)
+
+    def _listen(self, children: Sequence[Child]) -> None:
+        """Wait for reports, ends and signals, a little while at most, and take what comes."""
         sources: dict[Any, Child] = {child.control: child for child in children if not child.control.closed}
         handles = [os.pidfd_open(child.process.pid) for child in children if child.alive]
         try:
@@ -95,19 +104,11 @@ class Supervisor:
         for source in heard:
             if isinstance(source, Connection):
                 self._hear(sources[source])
-        self._check_ready(children)
-        for child in children:
-            if not child.done and not child.alive:
-                self._ended(child)
+        self._heed_signals()
 
     def _hear(self, child: Child) -> None:
-        try:
-            while child.control.poll():
-                kind, payload = child.control.recv()
-                self._take(child, kind=kind, payload=payload)
-        except (EOFError, OSError):
-            with suppress(Exception):
-                child.process.wait(timeout=GRACE_SECONDS)
+        while (report := _next_report(child)) is not None:
+            self._take(child, kind=report[0], payload=report[1])
 
     def _take(self, child: Child, *, kind: str, payload: Any) -> None:
         if kind == "ready":
@@ -138,32 +139,66 @@ class Supervisor:
         assert self.starter is not None
         self.starter.detach(index, child.describe_end())
         self.restarts[index] += 1
+        if child.failure is not None and child.process.returncode == UsageError.exit_code:
+            self._give_up(child, f"it would fail again in the same way: {child.describe_end()}")
         if self.restarts[index] > self.max_restarts:
-            raise WorkerFailed(
+            self._give_up(
+                child,
                 f"target worker {index} ended {self.restarts[index]} times, more than placement.max_restarts = "
-                f"{self.max_restarts}; last: {child.describe_end()}"
+                f"{self.max_restarts}; last: {child.describe_end()}",
             )
         log.warning("restarting %s", child.describe_end())
         child.control.close()
         self.on_report(child.name, "restart", {"attempt": self.restarts[index]})
         self._start_target(index, attempt=self.restarts[index])
 
+    def _give_up(self, child: Child, reason: str) -> NoReturn:
+        """End the run for the sake of a target worker; who waits for its packs hears its name."""
+        self.close_broker(reason, child.name)
+        raise WorkerFailed(reason)
+
     def _finish(self) -> None:
-        """All drafters are done: the targets have nothing left to do and end by themselves."""
-        self.close_broker("")
+        """All drafters are done, so that the broker has no more for the targets: hear what they say last, then end all."""
+        deadline = time.monotonic() + GRACE_SECONDS
+        while time.monotonic() < deadline:
+            working = [child for child in self.targets if not child.done and child.alive]
+            if not working:
+                break
+            self._listen(working)
+        for child in self.targets:
+            self._hear(child)
+        self.close_broker("the run is over", None)
         end_all([*self.drafters, *self.targets], grace_seconds=GRACE_SECONDS)
 
-    def _on_signal(self, number: int) -> None:
-        if self.signal_number:
-            raise Interrupted("asked a second time to stop; children are ended by their handles, the last step is lost")
-        self.signal_number = number
-        log.warning("%s: finishing the step and writing a checkpoint", signal.Signals(number).name)
-        for child in self.drafters:
-            child.ask_to_stop()
+    def _heed_signals(self) -> None:
+        if len(self.signals) > 1:
+            raise self._interrupted("asked a second time to stop: ended at once, steps since the last checkpoint are lost")
+        if self.signals and not self.asked_to_stop:
+            self.asked_to_stop = True
+            log.warning("%s: finishing the step and writing a checkpoint", signal.Signals(self.signals[0]).name)
+            for child in self.drafters:
+                child.ask_to_stop()
+
+    def _interrupted(self, message: str) -> Interrupted:
+        interrupted = Interrupted(message)
+        interrupted.exit_code = 128 + self.signals[0]
+        return interrupted
+
+
+def _next_report(child: Child) -> tuple[str, Any] | None:
+    """What the child has said; none if nothing, or no more. A child that hangs up is about to end."""
+    try:
+        if not child.control.closed and child.control.poll():
+            kind, payload = child.control.recv()
+            return kind, payload
+    except (EOFError, OSError):
+        with suppress(subprocess.TimeoutExpired):
+            child.process.wait(timeout=GRACE_SECONDS)
+    return None
 
 
 class _SignalsTo:
-    """While entered, SIGINT and SIGTERM call `handler(number)`; only in the main thread, where signals arrive."""
+    """While entered, SIGINT and SIGTERM call `handler(number)`, which must not raise. Does nothing outside the main thread."""
 
     def __init__(self, handler: Callable[[int], None]) -> None:
         self._handler = handler

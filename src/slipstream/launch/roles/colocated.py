@@ -40,4 +40,5 @@ def play_colocated(job: Job, control: Control) -> dict[str, Any]:
         produce=produce,
         fingerprint=target.fingerprint,
     )
-    return train_drafter(job=job, control=control, recipe=recipe, info=info, shape=shape, plan=plan, source=source)
+    result = train_drafter(job=job, control=control, recipe=recipe, info=info, shape=shape, plan=plan, source=source)
+    return {**result, "bad_rows": int(target.bad_rows)}
