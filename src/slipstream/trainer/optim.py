@@ -1,13 +1,14 @@
 """AdamW on flat fp32 buffers: masters, moments and gradient sums, whatever type the drafter computes in.
 
 A step that is not finite changes nothing (weights, moments, count of good steps) and no CPU waits to find out: the
-update is a `where` on the device. Waits for: the backward passes of all columns, summed over ranks.
+update looks at a flag on the device. Waits for: the backward passes of all columns, summed over ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -50,6 +51,30 @@ class OptimizerState:
     good_steps: Tensor
 
 
+class Update(Protocol):
+    """One AdamW update of flat fp32 buffers, in place, and of the compute weights if they are another buffer than `master`.
+
+    `scalars` fp32 `[4]` on the device: the factor that clips gradients, the bias-corrected rate, the root of the second
+    moment's correction, and whether the step is good (1) or changes nothing (0). The first `num_decayed` elements are
+    multiplied by `decay` first.
+    """
+
+    def __call__(
+        self,
+        *,
+        master: Tensor,
+        exp_avg: Tensor,
+        exp_avg_sq: Tensor,
+        gradient: Tensor,
+        compute: Tensor,
+        scalars: Tensor,
+        num_decayed: int,
+        decay: float,
+        betas: tuple[float, float],
+        eps: float,
+    ) -> None: ...
+
+
 class FlatAdamW:
     """AdamW (decoupled decay, on matrices only) over all trainable parameters of a module, as one vector.
 
@@ -74,14 +99,24 @@ class FlatAdamW:
         self.gradient = self.reduced[:size]
         self.extra = self.reduced[size:]
         self.good_steps = torch.zeros((), dtype=torch.int64, device=device)
+        self._update = UPDATES[device.type]()
+        # on CUDA a step's first gradient is copied over the last step's, which saves clearing and reading the sum
+        self._stale: set[str] | None = set() if device.type == "cuda" else None
         is_fp32 = dtypes == {torch.float32}
         self._compute = self.master if is_fp32 else torch.zeros(size, dtype=dtypes.pop(), device=device)
         for name, parameter in named:
             self._take_over(parameter, self._region(name))
 
     def zero_grad(self) -> None:
-        """Start a step: clear the gradient sums and what the caller keeps behind them."""
-        self.reduced.zero_()
+        """Start a step: clear the gradient sums and what the caller keeps behind them.
+
+        On CUDA sums are only marked: the first gradient of each parameter overwrites them, the update clears the others.
+        """
+        if self._stale is None:
+            self.reduced.zero_()
+        else:
+            self.extra.zero_()
+            self._stale.update(region.name for region in self.regions)
 
     @torch.no_grad()
     def step(self, *, learning_rate: float, finite: Tensor) -> tuple[Tensor, Tensor]:
@@ -89,19 +124,38 @@ class FlatAdamW:
 
         Returns the global norm before clipping (fp32 scalar) and whether the update was made (bool scalar); reads neither.
         """
+        self.clear_stale()
+        section = self.section
         norm = torch.linalg.vector_norm(self.gradient)
         good = torch.isfinite(norm) & finite
-        clip = (self.section.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+        clip = (section.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
         count = self.good_steps + 1
         self.good_steps.copy_(torch.where(good, count, self.good_steps))
         count = count.to(torch.float64)
-        correction1 = 1 - torch.pow(self.section.beta1, count)
-        correction2_sqrt = (1 - torch.pow(self.section.beta2, count)).sqrt()
-        step_size = learning_rate / correction1
-        decay = 1 - learning_rate * self.section.weight_decay
-        for start, stop, factor in self._chunks(decay):
-            self._update(slice(start, stop), factor=factor, clip=clip, step_size=step_size, root=correction2_sqrt, good=good)
+        correction1 = 1 - torch.pow(section.beta1, count)
+        correction2_sqrt = (1 - torch.pow(section.beta2, count)).sqrt()
+        scalars = (clip, learning_rate / correction1, correction2_sqrt, good)
+        self._update(
+            master=self.master,
+            exp_avg=self.exp_avg,
+            exp_avg_sq=self.exp_avg_sq,
+            gradient=self.gradient,
+            compute=self._compute,
+            scalars=torch.stack([scalar.to(torch.float32) for scalar in scalars]),
+            num_decayed=self._num_decayed,
+            decay=1 - learning_rate * section.weight_decay,
+            betas=(section.beta1, section.beta2),
+            eps=section.eps,
+        )
         return norm, good
+
+    def clear_stale(self) -> None:
+        """Clear the sums that no gradient of this step has reached; before they are reduced, if a rank may lack one."""
+        for region in self.regions if self._stale else ():
+            if self._stale is not None and region.name in self._stale:
+                region.view(self.gradient).zero_()
+        if self._stale is not None:
+            self._stale.clear()
 
     def state(self) -> OptimizerState:
         """A copy of everything a checkpoint needs, on the CPU; training may go on while it is written."""
@@ -123,29 +177,6 @@ class FlatAdamW:
         self._fill(self.master, weights, what="weights")
         self._compute.copy_(self.master)
 
-    def _update(self, part: slice, *, factor: float, clip: Tensor, step_size: Tensor, root: Tensor, good: Tensor) -> None:
-        section, master = self.section, self.master[part]
-        exp_avg, exp_avg_sq = self.exp_avg[part], self.exp_avg_sq[part]
-        gradient = self.gradient[part] * clip
-        new_avg = torch.lerp(exp_avg, gradient, 1 - section.beta1)
-        new_sq = (exp_avg_sq * section.beta2).addcmul_(gradient, gradient, value=1 - section.beta2)
-        denominator = (new_sq.sqrt() / root).add_(section.eps)
-        new_master = (master * factor).sub_(new_avg / denominator * step_size)
-        master.copy_(torch.where(good, new_master, master))
-        exp_avg.copy_(torch.where(good, new_avg, exp_avg))
-        exp_avg_sq.copy_(torch.where(good, new_sq, exp_avg_sq))
-        if self._compute is not self.master:
-            self._compute[part].copy_(master)
-
-    def _chunks(self, decay: float) -> list[tuple[int, int, float]]:
-        """Parts of the flat buffers with the factor that decay puts on each; matrices lie first."""
-        spans = ((0, self._num_decayed, decay), (self._num_decayed, len(self.master), 1.0))
-        return [
-            (start, min(start + CHUNK_ELEMENTS, stop), factor)
-            for first, stop, factor in spans
-            for start in range(first, stop, CHUNK_ELEMENTS)
-        ]
-
     @torch.no_grad()
     def _take_over(self, parameter: nn.Parameter, region: Region) -> None:
         region.view(self.master).copy_(parameter)
@@ -156,7 +187,11 @@ class FlatAdamW:
 
         def add_to_sum(leaf: Tensor) -> None:
             assert leaf.grad is not None
-            gradient.add_(leaf.grad)
+            if self._stale and region.name in self._stale:
+                self._stale.remove(region.name)
+                gradient.copy_(leaf.grad)
+            else:
+                gradient.add_(leaf.grad)
             leaf.grad = None
 
         parameter.register_post_accumulate_grad_hook(add_to_sum)
@@ -175,6 +210,55 @@ class FlatAdamW:
             )
         for region in self.regions:
             region.view(flat).copy_(given[region.name])
+
+
+def torch_update(
+    *,
+    master: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    gradient: Tensor,
+    compute: Tensor,
+    scalars: Tensor,
+    num_decayed: int,
+    decay: float,
+    betas: tuple[float, float],
+    eps: float,
+) -> None:
+    """The update in plain torch, a chunk at a time: what runs on a CPU, and the oracle of the kernel. See `Update`."""
+    clip, step_size, root, flag = scalars.unbind()
+    good = flag != 0
+    for start, stop, factor in _chunks(size=len(master), num_decayed=num_decayed, decay=decay):
+        part = slice(start, stop)
+        scaled = gradient[part] * clip
+        new_avg = torch.lerp(exp_avg[part], scaled, 1 - betas[0])
+        new_sq = (exp_avg_sq[part] * betas[1]).addcmul_(scaled, scaled, value=1 - betas[1])
+        denominator = (new_sq.sqrt() / root).add_(eps)
+        new_master = (master[part] * factor).sub_(new_avg / denominator * step_size)
+        master[part] = torch.where(good, new_master, master[part])
+        exp_avg[part] = torch.where(good, new_avg, exp_avg[part])
+        exp_avg_sq[part] = torch.where(good, new_sq, exp_avg_sq[part])
+        if compute is not master:
+            compute[part] = master[part]
+
+
+def _triton_update() -> Update:
+    from slipstream.trainer.optim_kernel import update  # here, since only CUDA builds of torch bring Triton
+
+    return update
+
+
+UPDATES: Mapping[str, Callable[[], Update]] = {"cpu": lambda: torch_update, "cuda": _triton_update}
+"""Every implementation, by the kind of device that it is for."""
+
+
+def _chunks(*, size: int, num_decayed: int, decay: float) -> list[tuple[int, int, float]]:
+    """Parts of the flat buffers with the factor that decay puts on each; matrices lie first."""
+    return [
+        (start, min(start + CHUNK_ELEMENTS, stop), factor)
+        for first, stop, factor in ((0, num_decayed, decay), (num_decayed, size, 1.0))
+        for start in range(first, stop, CHUNK_ELEMENTS)
+    ]
 
 
 def _lay_out(named: list[tuple[str, nn.Parameter]]) -> tuple[tuple[Region, ...], int, int]:

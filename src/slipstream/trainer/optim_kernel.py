@@ -1,0 +1,73 @@
+"""AdamW's update as one Triton kernel: clip, decay, moments, master and compute copy in one pass over the flat buffers.
+
+Moves 16 bytes read and 14 written for each parameter in bf16 (12 written in fp32); a step that is not good moves nothing.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+BLOCK = 4096
+
+
+@triton.jit
+def _adamw(
+    master,
+    exp_avg,
+    exp_avg_sq,
+    gradient,
+    compute,
+    scalars,
+    size,
+    num_decayed,
+    decay,
+    rest1,
+    beta2,
+    rest2,
+    eps,
+    has_copy: tl.constexpr,
+    block: tl.constexpr,
+):
+    clip, step_size, root = tl.load(scalars), tl.load(scalars + 1), tl.load(scalars + 2)
+    if tl.load(scalars + 3) != 0:
+        at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+        there = at < size
+        grad = tl.load(gradient + at, mask=there, other=0.0) * clip
+        average = tl.load(exp_avg + at, mask=there, other=0.0)
+        average += rest1 * (grad - average)
+        square = tl.load(exp_avg_sq + at, mask=there, other=0.0) * beta2 + rest2 * grad * grad
+        weight = tl.load(master + at, mask=there, other=0.0) * tl.where(at < num_decayed, decay, 1.0)
+        weight -= average / (tl.sqrt(square) / root + eps) * step_size
+        tl.store(master + at, weight, mask=there)
+        tl.store(exp_avg + at, average, mask=there)
+        tl.store(exp_avg_sq + at, square, mask=there)
+        if has_copy:
+            tl.store(compute + at, weight.to(compute.dtype.element_ty), mask=there)
+
+
+def update(
+    *,
+    master: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    gradient: torch.Tensor,
+    compute: torch.Tensor,
+    scalars: torch.Tensor,
+    num_decayed: int,
+    decay: float,
+    betas: tuple[float, float],
+    eps: float,
+) -> None:
+    """One update of flat fp32 buffers and, if it is another buffer than `master`, of the compute weights.
+
+    `scalars` fp32 `[4]` on the device: the factor that clips gradients, the bias-corrected rate, the root of the second
+    moment's correction, and whether the step is good (1) or changes nothing (0). The first `num_decayed` elements decay.
+    """
+    size = len(master)
+    _adamw[(triton.cdiv(size, BLOCK),)](
+        master, exp_avg, exp_avg_sq, gradient, compute, scalars, size, num_decayed,
+        decay, 1.0 - betas[0], betas[1], 1.0 - betas[1], eps,
+        has_copy=compute is not master, block=BLOCK, num_warps=8,
+    )  # fmt: skip
