@@ -1,0 +1,186 @@
+"""The supervisor's decisions, with children of a few lines: who is started again, what ends the run, and what it then says."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from stub_children import DEAF, UNTIL_STOPPED, stub
+
+from slipstream.errors import Interrupted, WorkerFailed
+from slipstream.launch import supervisor as module
+from slipstream.launch.processes import Child
+from slipstream.launch.supervisor import Supervisor
+
+DIES = "print('out of luck', flush=True); os._exit(3)"
+WORKS = """
+say("ready")
+control.recv()
+say("done", {"packs": 5, "bad_rows": 2})
+"""
+
+
+@dataclass
+class Stage:
+    """A supervisor, its stub children, and all that it said to whom."""
+
+    folder: Path
+    drafter: str = UNTIL_STOPPED
+    targets: list[str] = field(default_factory=list)
+    """Scripts of target worker 0, one for each attempt; the last one for all further."""
+    ready_seconds: float = 30
+    max_restarts: int = 2
+    on_report: Callable[[str, str, Any], None] = lambda worker, kind, payload: None
+    started: list[Child] = field(default_factory=list)
+    detached: list[int] = field(default_factory=list)
+    reports: list[tuple[str, str, Any]] = field(default_factory=list)
+    closed: list[tuple[str, str | None]] = field(default_factory=list)
+
+    def start(self, index: int, attempt: int) -> Child:
+        self.started.append(stub(self.folder, f"target-{index}", self.targets[min(attempt, len(self.targets) - 1)]))
+        return self.started[-1]
+
+    def detach(self, index: int, cause: str) -> None:
+        self.detached.append(index)
+        assert not self.started[-1].alive, "a worker that is taken back from can write no more"
+
+    def close_broker(self, reason: str, lost: str | None) -> None:
+        """The broker's close tells the targets, who end; here a message does."""
+        self.closed.append((reason, lost))
+
+    def hear(self, worker: str, kind: str, payload: Any) -> None:
+        self.reports.append((worker, kind, payload))
+        self.on_report(worker, kind, payload)
+
+    def run(self) -> dict[str, Any]:
+        self.started.append(stub(self.folder, "drafter-0", self.drafter))
+        supervisor = Supervisor(
+            drafters=self.started[:1],
+            starter=self,
+            num_targets=1 if self.targets else 0,
+            max_restarts=self.max_restarts,
+            ready_seconds=self.ready_seconds,
+            on_report=self.hear,
+            close_broker=self.close_broker,
+        )
+        try:
+            return supervisor.run()
+        finally:
+            assert not any(child.alive for child in self.started), "nobody is left"
+
+    def tell_drafter(self) -> None:
+        self.started[0].ask_to_stop()
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "GRACE_SECONDS", 3.0)
+
+
+def test_a_target_worker_that_died_is_started_again_and_the_run_goes_on(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, targets=[DIES, WORKS])
+
+    def on_report(worker: str, kind: str, payload: Any) -> None:
+        if (worker, kind) == ("target-0", "ready"):
+            stage.started[-1].control.send(("more",))
+            stage.tell_drafter()
+
+    stage.on_report = on_report
+    assert stage.run() == {"status": "interrupted"}
+    assert ("target-0", "restart", {"attempt": 1}) in stage.reports
+    assert stage.detached == [0]
+    assert ("target-0", "done", {"packs": 5, "bad_rows": 2}) in stage.reports, "heard though the drafters were done first"
+    assert stage.closed == [("the run is over", None)]
+
+
+def test_a_target_worker_that_dies_too_often_ends_the_run_and_is_named_to_all(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, targets=[DIES])
+    with pytest.raises(
+        WorkerFailed, match=r"(?s)ended 3 times, more than placement.max_restarts = 2.*exit code 3.*out of luck"
+    ):
+        stage.run()
+    assert len(stage.started) == 1 + 3
+    assert stage.detached == [0, 0, 0]
+    assert [payload["attempt"] for _, kind, payload in stage.reports if kind == "restart"] == [1, 2]
+    assert stage.closed[0][1] == "target-0", "consumers get PeerDied with its name"
+    assert stage.closed[0][0].startswith("target worker 0 ended 3 times")
+
+
+def test_a_mistake_of_the_user_is_not_tried_again(tmp_path: Path) -> None:
+    script = 'say("failed", {"kind": "TargetError", "message": "target.model = x: is damaged"}); sys.exit(2)'
+    stage = Stage(tmp_path, targets=[script])
+    with pytest.raises(WorkerFailed, match=r"(?s)would fail again.*TargetError: target.model = x: is damaged"):
+        stage.run()
+    assert len(stage.started) == 2
+    assert stage.closed[0][1] == "target-0"
+
+
+def test_a_worker_that_does_not_become_ready_is_named_with_its_log(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, drafter="time.sleep(600)", targets=[WORKS], ready_seconds=1.0)
+    with pytest.raises(WorkerFailed) as caught:
+        stage.run()
+    message = str(caught.value)
+    assert "drafter-0 did not become ready within placement.ready_seconds = 1" in message
+    assert str(tmp_path / "drafter-0.log") in message
+    assert "target-0" not in message, "that one was ready"
+
+
+def test_a_drafter_that_fails_speaks_for_itself(tmp_path: Path) -> None:
+    script = 'say("failed", {"kind": "TrainingDiverged", "message": "10 steps in a row"}); sys.exit(1)'
+    stage = Stage(tmp_path, drafter=script, targets=[WORKS])
+    with pytest.raises(WorkerFailed, match=r"drafter-0 \(exit code 1\), log .*:\nTrainingDiverged: 10 steps in a row"):
+        stage.run()
+    assert stage.detached == []
+    assert stage.closed[0][1] is None
+
+
+def test_a_drafter_that_is_killed_shows_the_end_of_its_log(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, drafter="print('last words', flush=True); os.kill(os.getpid(), signal.SIGKILL)")
+    with pytest.raises(WorkerFailed, match=r"drafter-0 \(signal SIGKILL\), log .*:\nlast words"):
+        stage.run()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_one_signal_ends_the_run_in_order(tmp_path: Path, number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    stage = Stage(tmp_path, on_report=lambda worker, kind, payload: os.kill(os.getpid(), number) if kind == "ready" else None)
+    with pytest.raises(Interrupted, match=f"in order after {number.name}; continue with --resume") as caught:
+        stage.run()
+    assert caught.value.exit_code == 128 + number
+    assert ("drafter-0", "done", {"status": "interrupted"}) in stage.reports
+    assert signal.getsignal(number) is before, "handlers are put back"
+
+
+def test_a_second_signal_ends_the_run_at_once(tmp_path: Path) -> None:
+    def on_report(worker: str, kind: str, payload: Any) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    began = time.monotonic()
+    stage = Stage(tmp_path, drafter=DEAF, on_report=on_report)
+    with pytest.raises(Interrupted, match="a second time") as caught:
+        stage.run()
+    assert time.monotonic() - began < 3.0, "no grace"
+    assert caught.value.exit_code == 130
+    assert stage.started[0].process.returncode == -signal.SIGTERM
+
+
+def test_a_signal_after_the_last_step_changes_nothing(tmp_path: Path) -> None:
+    script = 'say("ready"); control.recv(); say("done", {"status": "finished", "step": 9})'
+    stage = Stage(tmp_path, drafter=script)
+    stage.on_report = lambda worker, kind, payload: os.kill(os.getpid(), signal.SIGTERM) if kind == "ready" else None
+    assert stage.run() == {"status": "finished", "step": 9}
+
+
+def test_an_error_of_whoever_listens_ends_the_run_and_is_not_taken_for_a_lost_child(tmp_path: Path) -> None:
+    def on_report(worker: str, kind: str, payload: Any) -> None:
+        raise BrokenPipeError("the terminal is gone")
+
+    with pytest.raises(BrokenPipeError):
+        Stage(tmp_path, on_report=on_report).run()
