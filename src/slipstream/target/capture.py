@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.records import Pack
+from slipstream.target.elementwise import elementwise
+from slipstream.target.frame import Frame
 from slipstream.target.layouts import Span
 
 
@@ -48,6 +50,7 @@ class SlotWriter:
         self.bad_rows = torch.zeros((), dtype=torch.int64, device=device)
         self._hidden_TKD: Tensor | None = None
         self._spans: tuple[Span, ...] = ()
+        self._frame: Frame | None = None
         self._bad_T: Tensor = torch.zeros(0, dtype=torch.bool, device=device)
         for tap, layer in enumerate(layers):
             layer.register_forward_hook(self._hook(tap))
@@ -56,14 +59,22 @@ class SlotWriter:
         """Begin a pack: clear its padding rows and the row flags."""
         hidden_TKD[num_tokens:].zero_()
         self._hidden_TKD = hidden_TKD
-        self._bad_T = torch.zeros(num_tokens, dtype=torch.bool, device=self.bad_rows.device)
+        self._bad_T = torch.zeros(len(hidden_TKD), dtype=torch.bool, device=self.bad_rows.device)
 
-    def expect(self, spans: tuple[Span, ...]) -> None:
-        """Say which rows of the pack the next forward computes, and where in its own rows they lie."""
-        self._spans = spans
+    def expect(self, spans: tuple[Span, ...], *, frame: Frame | None = None) -> None:
+        """Say which rows of the pack the next forward computes, and where in its own rows they lie.
+
+        A `frame` says that the forward is the pack itself, padding included: such a row is written in one pass.
+        """
+        self._spans, self._frame = spans, frame
 
     def write_rows(self, destination_TD: Tensor, hidden_RLD: Tensor) -> None:
         """Copy the expected rows of one layer's output, cast first: what overflows the slot's type is not finite there."""
+        frame = self._frame
+        if frame is not None and destination_TD.device == hidden_RLD.device:
+            ops = elementwise(compile_it=frame.compiled)
+            ops.keep_rows(hidden_RLD.flatten(0, 1), destination_TD, self._bad_T, frame.num_tokens)
+            return
         for span in self._spans:
             rows = slice(span.start, span.start + span.length)
             hidden_SD = hidden_RLD[span.row, : span.length].to(destination_TD.dtype)
@@ -74,7 +85,7 @@ class SlotWriter:
     def close(self) -> None:
         """End a pack: add its bad rows to the count, and let go of the slot."""
         self.bad_rows += self._bad_T.sum()
-        self._hidden_TKD, self._spans = None, ()
+        self._hidden_TKD, self._spans, self._frame = None, (), None
 
     def _hook(self, tap: int) -> Any:
         def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:

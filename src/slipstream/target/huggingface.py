@@ -17,9 +17,11 @@ from slipstream.errors import TargetError
 from slipstream.records import Int64Array, Pack
 from slipstream.target.capture import SlotWriter
 from slipstream.target.dtypes import DTYPES
+from slipstream.target.engine import Engine
 from slipstream.target.fingerprint import fingerprint_target
 from slipstream.target.isolation import Leak, measure_leak, probe_pack
-from slipstream.target.layouts import Packing, lay_out
+from slipstream.target.kernels import Kernels, cuda_kernels
+from slipstream.target.layouts import Forward, Packing, lay_out
 from slipstream.target.loading import decoder_layers, load_decoder, load_full
 
 __all__ = ["HuggingFaceTarget", "load_full", "load_target"]
@@ -30,12 +32,25 @@ states would depend on what else is in the pack."""
 
 
 class HuggingFaceTarget:
-    """A frozen transformers model, cut after its last tap. Made by `load_target`."""
+    """A frozen transformers model, cut after its last tap. Made by `load_target`.
 
-    def __init__(self, *, model: Any, info: TargetInfo, tap_layers: Sequence[int], last_hidden: bool) -> None:
+    With `kernels` the model is rebuilt around them (`engine`), without it runs as transformers has it.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: Any,
+        info: TargetInfo,
+        tap_layers: Sequence[int],
+        last_hidden: bool,
+        fingerprint: str,
+        kernels: Kernels | None = None,
+    ) -> None:
         self.info, self.tap_layers, self.last_hidden = info, tuple(tap_layers), last_hidden
         self.packing = Packing.ALONE
-        self.fingerprint = fingerprint_target(info)
+        self.fingerprint = fingerprint
+        self.engine = None if kernels is None else Engine(model, kernels=kernels)
         self._model = model
         self._device = next(model.parameters()).device
         layers = decoder_layers(model, count=model.config.num_hidden_layers)
@@ -89,17 +104,24 @@ class HuggingFaceTarget:
             if last_hidden_TD is not None:
                 last_hidden_TD[pack.num_tokens :].zero_()
             for forward in lay_out(pack, packing=packing):
-                self._writer.expect(forward.spans)
-                # No cache and no mask: only then does transformers read document borders off the position ids.
-                output = self._model(
-                    input_ids=self._to_device(forward.token_ids),
-                    position_ids=self._to_device(forward.position_ids),
-                    use_cache=False,
-                )
+                output = self._run(forward, packed=packing is Packing.PACKED, num_tokens=pack.num_tokens)
                 if last_hidden_TD is not None:
                     self._writer.write_rows(last_hidden_TD, output.last_hidden_state)
             self._writer.close()
         return pack.num_tokens
+
+    def _run(self, forward: Forward, *, packed: bool, num_tokens: int) -> Any:
+        if self.engine is not None:
+            frame = self.engine.frame(forward, num_tokens=num_tokens, packed=packed)
+            self._writer.expect(forward.spans, frame=frame if packed else None)
+            return self.engine.run(frame)
+        self._writer.expect(forward.spans)
+        # No cache and no mask: only then does transformers read document borders off the position ids.
+        return self._model(
+            input_ids=self._to_device(forward.token_ids),
+            position_ids=self._to_device(forward.position_ids),
+            use_cache=False,
+        )
 
     def _to_device(self, array: Int64Array) -> Tensor:
         tensor = torch.from_numpy(array)
@@ -128,7 +150,8 @@ def load_target(
     """Load a target up to its last tapped layer (whole, with its final norm, for `last_hidden`) and settle how it packs.
 
     `dtype` "bfloat16" or "float32"; `packing` "auto", "packed", "padded" or "alone". A packing is only accepted after a probe
-    found that documents do not change each other by a single bit; "auto" takes the first that passes. Raises `TargetError`.
+    found that documents do not change each other by a single bit; "auto" takes the first that passes. On a GPU a bfloat16
+    target runs on the packed kernels, or not at all; float32 runs as transformers has it, everywhere. Raises `TargetError`.
     """
     taps = list(tap_layers)
     if not taps or taps != sorted(set(taps)) or taps[0] < 0 or taps[-1] > info.num_layers - 2:
@@ -140,12 +163,23 @@ def load_target(
     if dtype not in DTYPES:
         raise TargetError(key="target.dtype", value=dtype, rule=f"must be one of {', '.join(DTYPES)}")
     model = load_decoder(info=info, dtype=dtype, device=device, num_layers=None if last_hidden else taps[-1] + 1)
-    target = HuggingFaceTarget(model=model, info=info, tap_layers=taps, last_hidden=last_hidden)
+    on_gpu = torch.device(device).type == "cuda" and dtype == "bfloat16"
+    target = HuggingFaceTarget(
+        model=model,
+        info=info,
+        tap_layers=taps,
+        last_hidden=last_hidden,
+        fingerprint=fingerprint_target(info),
+        kernels=cuda_kernels(hybrid=info.is_hybrid) if on_gpu else None,
+    )
     target.packing = _settle_packing(target, asked=packing)
     return target
 
 
 def _settle_packing(target: HuggingFaceTarget, *, asked: str) -> Packing:
+    if asked == "auto" and target.engine is not None:
+        # The engine is for packed rows: if they leak, that is a fault to be told, not to be got around.
+        asked = Packing.PACKED.value
     if asked == "auto":
         # A recurrent state runs through a packed row by construction: not worth a probe, which might be blind to a faint one.
         tried = (Packing.PADDED,) if target.info.is_hybrid else (Packing.PACKED, Packing.PADDED)
@@ -155,7 +189,8 @@ def _settle_packing(target: HuggingFaceTarget, *, asked: str) -> Packing:
         return packing
     leak = target.leak(packing=packing)
     if not leak.isolated:
-        cause = "its linear-attention layers carry their state across them" if target.info.is_hybrid else "found by a probe"
+        carried = target.info.is_hybrid and target.engine is None
+        cause = "its linear-attention layers carry their state across them" if carried else "found by a probe"
         raise TargetError(
             key="target.packing",
             value=asked,

@@ -1,0 +1,86 @@
+"""How a target runs on a GPU: packed rows, fused layers where the architecture is known, and proof of which kernels ran.
+
+Waits for nothing: borders come from the plan's pack in one copy, no mask is built, no value is read back.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from typing import Any
+
+import torch
+
+from slipstream.errors import TargetError
+from slipstream.target.attention import PACKED_ATTENTION
+from slipstream.target.frame import Frame, send_frame
+from slipstream.target.fused import can_fuse, fuse_layers
+from slipstream.target.kernels import Kernels
+from slipstream.target.layouts import Forward
+from slipstream.target.loading import decoder_layers
+
+COMPILE_FROM_TOKENS = 1024
+"""Packed rows shorter than this are bound by launches: compiling for them costs seconds and saves nothing."""
+
+SUPPORTED_KINDS = {"full_attention": "attention", "sliding_attention": "attention", "linear_attention": "delta_rule"}
+"""Layer types of a config, and the kernel that each must launch once a forward."""
+
+log = logging.getLogger(__name__)
+
+
+class Engine:
+    """Runs a loaded decoder on frames. Changes the model in place; afterwards only frames go through it."""
+
+    def __init__(self, model: Any, *, kernels: Kernels) -> None:
+        config = model.config
+        kinds = list(getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers)
+        layers = decoder_layers(model, count=config.num_hidden_layers)
+        self.fused = can_fuse(layers)
+        self._model, self._kernels = model, kernels
+        self._hybrid = "linear_attention" in kinds
+        unknown = sorted(set(kinds) - set(SUPPORTED_KINDS))
+        if unknown or getattr(config, "attn_logit_softcapping", None) or (self._hybrid and not self.fused):
+            raise TargetError(
+                key="target.dtype",
+                value=str(model.dtype).removeprefix("torch."),
+                rule=f"there are no packed kernels for a {config.model_type} of {', '.join(unknown or sorted(set(kinds)))}",
+                hint='"float32" runs it as transformers has it, slowly',
+            )
+        self._expected = Counter(SUPPORTED_KINDS[kind] for kind in kinds)
+        if self.fused:
+            fuse_layers(layers)
+        # Transformers builds no mask for an attention function that it does not know the mask of.
+        model.set_attn_implementation(PACKED_ATTENTION)
+        log.info("packed attention; %s layers; kernels a forward: %s", self.layers, dict(self._expected))
+
+    @property
+    def layers(self) -> str:
+        """Whose decoder layers run: "fused" ones, or those of "transformers"."""
+        return "fused" if self.fused else "transformers"
+
+    def frame(self, forward: Forward, *, num_tokens: int, packed: bool) -> Frame:
+        """Send a forward's inputs and borders to the device. `num_tokens`: the real tokens of a packed row."""
+        compiled = packed and forward.token_ids.size >= COMPILE_FROM_TOKENS and self._model.device.type == "cuda"
+        return send_frame(forward, num_tokens=num_tokens, device=self._model.device, compiled=compiled)
+
+    def run(self, frame: Frame) -> Any:
+        """The model's output for a frame. Raises `TargetError` if a layer went around the kernels that it should launch."""
+        before = Counter(self._kernels.calls)
+        with torch.inference_mode():
+            output = self._model(
+                input_ids=frame.token_ids_RL,
+                position_ids=frame.position_ids_RL,
+                attention_mask={"full_attention": None, "linear_attention": None} if self._hybrid else None,
+                use_cache=False,
+                frame=frame,
+                kernels=self._kernels,
+            )
+        launched = self._kernels.calls - before
+        if launched != self._expected:
+            raise TargetError(
+                key="target.model",
+                value=self._model.config.model_type,
+                rule=f"its layers launched {dict(launched)} of our kernels in a forward, not {dict(self._expected)}",
+                hint='use target.dtype = "float32", which runs the model as transformers has it',
+            )
+        return output
