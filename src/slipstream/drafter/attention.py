@@ -3,7 +3,8 @@
 An implementation turns `Spans` into its own kind of mask once for each use of a pack, then attends with it in every layer
 of that kind.
 
-Shape letters: T context tokens · B block size · Q = N * B slots · H query heads · G key-value heads · C head width.
+Shape letters: T context tokens · B block size · Q = N * B slots · K = T + Q keys · H query heads · G key-value heads ·
+C head width.
 """
 
 from __future__ import annotations
@@ -40,6 +41,11 @@ class AttentionKernel(Protocol):
         mask: Any,
     ) -> torch.Tensor:
         """Attention output `[Q, H, C]`, scaled by C ** -0.5."""
+
+    def attend_joined(
+        self, query_HQC: torch.Tensor, key_GKC: torch.Tensor, value_GKC: torch.Tensor, *, mask: Any
+    ) -> torch.Tensor:
+        """The same with keys and values of context and slots in one tensor, K = T + Q, the context's first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +93,14 @@ class SdpaAttention:
             )
         return torch.cat([output.transpose(0, 1) for output in outputs])
 
+    def attend_joined(
+        self, query_HQC: torch.Tensor, key_GKC: torch.Tensor, value_GKC: torch.Tensor, *, mask: tuple[SdpaTile, ...]
+    ) -> torch.Tensor:
+        """Attention output `[Q, H, C]`."""
+        tokens = key_GKC.shape[1] - query_HQC.shape[1]
+        context, own = (key_GKC[:, :tokens], value_GKC[:, :tokens]), (key_GKC[:, tokens:], value_GKC[:, tokens:])
+        return self.attend(query_HQC, *context, *own, mask=mask)
+
 
 def _tile(spans: Spans, slots: slice, device: torch.device) -> SdpaTile:
     begin, end = spans.context_from[slots], spans.context_to[slots]
@@ -116,10 +130,16 @@ class FlexAttention:
         mask: Any,
     ) -> torch.Tensor:
         """Attention output `[Q, H, C]`."""
-        key = torch.cat((context_key_GTC, own_key_GQC), dim=1)[None]
-        value = torch.cat((context_value_GTC, own_value_GQC), dim=1)[None]
+        key = torch.cat((context_key_GTC, own_key_GQC), dim=1)
+        value = torch.cat((context_value_GTC, own_value_GQC), dim=1)
+        return self.attend_joined(query_HQC, key, value, mask=mask)
+
+    def attend_joined(
+        self, query_HQC: torch.Tensor, key_GKC: torch.Tensor, value_GKC: torch.Tensor, *, mask: Any
+    ) -> torch.Tensor:
+        """Attention output `[Q, H, C]`."""
         run = _compiled_flex() if query_HQC.is_cuda else cast(Callable[..., Any], flex_attention)
-        output: torch.Tensor = run(query_HQC[None], key, value, block_mask=mask, enable_gqa=True)
+        output: torch.Tensor = run(query_HQC[None], key_GKC[None], value_GKC[None], block_mask=mask, enable_gqa=True)
         return output[0].transpose(0, 1)
 
 

@@ -8,7 +8,7 @@ Shape letters: T context tokens · N anchors · B block size · Q = N * B · K t
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import numpy as np
@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from slipstream.config import DrafterShape
 from slipstream.drafter.attention import AttentionKernel, SdpaAttention, choose_attention
 from slipstream.drafter.decode import DraftContext
+from slipstream.drafter.fused import BlockRows, fused_layers, fused_norm
 from slipstream.drafter.layers import DecoderLayer, Linear, RMSNorm, Rope, rope_tables
 from slipstream.drafter.masks import IntArray, make_spans
 from slipstream.records import BlockBatch, BoolArray
@@ -82,7 +83,7 @@ class DFlashDrafter(nn.Module):
         embedding_VD: torch.Tensor,
         masks: Masks | None = None,
     ) -> torch.Tensor:
-        """Hidden states `[N, B, D]` of all block slots after the final norm, in the compute type.
+        """Hidden states `[N, B, D]` of slots 1 to B - 1 after the final norm, in the compute type; slot 0 holds anything.
 
         `hidden_TKD` is a slot's content in any float type, taps ascending; tensors of `batch` are on the drafter's device.
         `masks` are `make_masks(batch)`, made here if not given; on CUDA make them from the CPU batch, which waits for nothing.
@@ -91,6 +92,12 @@ class DFlashDrafter(nn.Module):
         masks = self.make_masks(batch) if masks is None else masks
         seen_T = _seen_rows(batch)
         hidden_TKD = torch.where(seen_T[:, None, None], hidden_TKD, torch.zeros((), dtype=hidden_TKD.dtype, device=self.device))
+        return PASSES[self.device.type](self, hidden_TKD, batch, embedding_VD, masks)
+
+    def module_pass(
+        self, hidden_TKD: torch.Tensor, batch: BlockBatch, embedding_VD: torch.Tensor, masks: Masks
+    ) -> torch.Tensor:
+        """The training pass through the modules that decoding uses, differentiated by autograd."""
         context_TD = self._fuse(hidden_TKD)
         context_rope = self._rope(batch.context_positions_T)
         own_rope = self._rope(batch.positions_NB.flatten())
@@ -101,6 +108,23 @@ class DFlashDrafter(nn.Module):
             x_QD = layer(x_QD, rope=own_rope, context_key_GTC=key, context_value_GTC=value, attend=attend)
         output: torch.Tensor = self.norm(x_QD)
         return output.view(*batch.positions_NB.shape, -1)
+
+    def fused_pass(self, hidden_TKD: torch.Tensor, batch: BlockBatch, embedding_VD: torch.Tensor, masks: Masks) -> torch.Tensor:
+        """The same in few large steps (`fused.py`); slot 0, which predicts nothing, is left 0."""
+        context_TD = fused_norm(self.fc(hidden_TKD.to(self.dtype).flatten(1)), self.hidden_norm)
+        blocks, size = batch.positions_NB.shape
+        # every slot after the anchor holds the mask token: `make_block_batch` fills blocks so
+        tokens_U = torch.cat((batch.block_token_ids_NB[:, 0], batch.block_token_ids_NB[0, 1:2]))
+        distinct_UD = F.embedding(tokens_U, embedding_VD).to(self.dtype)
+        return fused_layers(
+            layers=self._layers(),
+            final_norm=self.norm,
+            attends=[functools.partial(self.kernel.attend_joined, mask=masks[kind]) for kind in self.shape.layer_types],
+            rows=BlockRows(distinct_UD=distinct_UD, num_blocks=blocks, block_size=size),
+            context_TD=context_TD,
+            context_rope=self._rope(batch.context_positions_T),
+            own_rope=self._rope(batch.positions_NB.flatten()),
+        )
 
     def new_context(self) -> DraftContext:
         """An empty context for decoding one sequence."""
@@ -185,6 +209,10 @@ class DFlashDrafter(nn.Module):
     def _rope(self, positions_R: torch.Tensor) -> Rope:
         shape = self.shape
         return rope_tables(positions_R=positions_R, head_dim=shape.head_dim, theta=shape.rope_theta, dtype=self.dtype)
+
+
+PASSES: Mapping[str, Callable[..., torch.Tensor]] = {"cpu": DFlashDrafter.module_pass, "cuda": DFlashDrafter.fused_pass}
+"""The training pass by kind of device."""
 
 
 def _seen_rows(batch: BlockBatch) -> torch.Tensor:

@@ -156,7 +156,9 @@ def flex_block_mask(spans: Spans, *, device: torch.device | str = "cpu") -> Bloc
 
 
 def _on(array: Int32Array, device: torch.device | str) -> torch.Tensor:
-    return torch.from_numpy(array).to(device, non_blocking=True)
+    tensor = torch.from_numpy(array)
+    # a copy from pageable memory would wait for everything that was launched before it
+    return (tensor.pin_memory() if torch.device(device).type == "cuda" else tensor).to(device, non_blocking=True)
 
 
 def _touched(begin: Int32Array, end: Int32Array, columns: int) -> BoolArray:
