@@ -6,7 +6,9 @@ tokenizer.json and the chat template, which every other stage reads like any tar
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import io
 import logging
 import shutil
 import tempfile
@@ -51,7 +53,9 @@ def ensure_target(folder: Path, *, gguf: Path | None = None) -> Path:
     folder.parent.mkdir(parents=True, exist_ok=True)
     made = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
-        _convert(gguf=source, out=made)
+        # The bar of the GGUF reader knows no switch; what goes wrong is raised, not printed.
+        with contextlib.redirect_stderr(io.StringIO()):
+            _convert(gguf=source, out=made)
         made.chmod(0o755)
         made.rename(folder)
     except BaseException:
