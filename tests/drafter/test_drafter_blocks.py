@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from block_cases import MASK_TOKEN, Case, make_case, make_pack, make_use
+from block_cases import MASK_TOKEN, Case, make_case, make_embedding, make_pack, make_use
 
-from slipstream.drafter import batch_to, make_block_batch
+from slipstream.drafter import batch_to, embedding_rows, make_block_batch
 
 
 def expected_labels(case: Case, n: int, block: int) -> list[int | None]:
@@ -86,3 +86,11 @@ def test_batch_to_keeps_every_field() -> None:
     moved = batch_to(batch, device="meta")
     assert moved.num_rows == batch.num_rows
     assert {getattr(moved, name).device.type for name in ("rows_M", "labels_NB", "anchor_valid_N")} == {"meta"}
+
+
+def test_embedding_rows_read_what_the_whole_embedding_holds() -> None:
+    case, embedding = make_case(num_anchors=20), make_embedding()
+    batch, rows = embedding_rows(case.batch, embedding)
+    assert len(rows) == len(case.batch.anchors_N) + 1
+    assert torch.equal(rows[batch.block_token_ids_NB], embedding[case.batch.block_token_ids_NB])
+    assert torch.equal(batch.labels_NB, case.batch.labels_NB)

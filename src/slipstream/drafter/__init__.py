@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from slipstream.config import DrafterShape
-from slipstream.drafter.blocks import batch_to, make_block_batch
+from slipstream.drafter.blocks import batch_to, embedding_rows, make_block_batch, to_device
 from slipstream.drafter.decode import DraftContext
 from slipstream.drafter.dflash import DFlashDrafter
 from slipstream.drafter.noise import add_noise, noise_std
@@ -38,6 +38,8 @@ __all__ = [
     "add_noise",
     "batch_to",
     "build_drafter",
+    "embedding_rows",
     "make_block_batch",
     "noise_std",
+    "to_device",
 ]

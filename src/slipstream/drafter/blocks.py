@@ -58,13 +58,32 @@ def make_block_batch(*, pack: Pack, use: Use, block_size: int, mask_token_id: in
 
 def batch_to(batch: BlockBatch, *, device: torch.device | str) -> BlockBatch:
     """The same batch with its tensors on a device. On CUDA they go through pinned memory, so that no copy waits."""
-    pinned = torch.device(device).type == "cuda"
     moved: dict[str, Any] = {
-        field.name: (value.pin_memory() if pinned else value).to(device, non_blocking=True)
+        field.name: to_device(value, device=device)
         for field in dataclasses.fields(batch)
         if isinstance(value := getattr(batch, field.name), torch.Tensor)
     }
     return dataclasses.replace(batch, **moved)
+
+
+def to_device(tensor: torch.Tensor, *, device: torch.device | str) -> torch.Tensor:
+    """A CPU tensor on a device, through pinned memory on CUDA: a pageable copy would wait for all that was launched before."""
+    pinned = torch.device(device).type == "cuda"
+    return (tensor.pin_memory() if pinned else tensor).to(device, non_blocking=True)
+
+
+def embedding_rows(batch: BlockBatch, embedding_VD: torch.Tensor) -> tuple[BlockBatch, torch.Tensor]:
+    """A batch whose block tokens number the rows of a small embedding `[N + 1, D]` that comes with it: all on the CPU.
+
+    For an embedding that is kept in host memory: anchors read row n, all other slots row N, the mask token's.
+    """
+    blocks, size = batch.block_token_ids_NB.shape
+    tokens_U = torch.cat((batch.block_token_ids_NB[:, 0], batch.block_token_ids_NB[0, 1:2]))
+    rows_UD = torch.empty(blocks + 1, embedding_VD.shape[1], dtype=embedding_VD.dtype)
+    torch.index_select(embedding_VD, 0, tokens_U, out=rows_UD)
+    numbers_NB = torch.full((blocks, size), blocks, dtype=torch.int64)
+    numbers_NB[:, 0] = torch.arange(blocks)
+    return dataclasses.replace(batch, block_token_ids_NB=numbers_NB), rows_UD
 
 
 def _supervised(*, pack: Pack, rows: Int64Array, ends: Int64Array, anchors: Int64Array, valid: BoolArray) -> BoolArray:

@@ -17,6 +17,7 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask
 
 from slipstream.config.recipe import LayerType
+from slipstream.drafter.blocks import to_device
 from slipstream.records import BoolArray, Int32Array, Int64Array
 
 TILE = 128
@@ -156,9 +157,7 @@ def flex_block_mask(spans: Spans, *, device: torch.device | str = "cpu") -> Bloc
 
 
 def _on(array: Int32Array, device: torch.device | str) -> torch.Tensor:
-    tensor = torch.from_numpy(array)
-    # a copy from pageable memory would wait for everything that was launched before it
-    return (tensor.pin_memory() if torch.device(device).type == "cuda" else tensor).to(device, non_blocking=True)
+    return to_device(torch.from_numpy(array), device=device)
 
 
 def _touched(begin: Int32Array, end: Int32Array, columns: int) -> BoolArray:

@@ -23,7 +23,7 @@ MAX_BLOCK = 16384
 
 
 @triton.jit
-def _row_pass(
+def _row_pass(  # type: ignore[no-untyped-def]
     logits,
     labels,
     loss,

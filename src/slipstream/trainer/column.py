@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from slipstream.drafter import batch_to
+from slipstream.drafter import batch_to, embedding_rows, to_device
 from slipstream.errors import TargetError
 from slipstream.observe import Account
 from slipstream.records import BlockBatch, HiddenPack
@@ -33,7 +33,7 @@ class Drafter(Protocol):
 
 
 class FrozenEnds(Protocol):
-    """The target's own embedding and head, frozen, in the drafter's type and place."""
+    """The target's own embedding and head, frozen, in the drafter's type; the embedding may stay in host memory."""
 
     @property
     def embedding_VD(self) -> Tensor: ...
@@ -68,14 +68,21 @@ class ColumnPass:
         with self.account.state("forward"):
             bad_rows = count_bad_rows(hidden.hidden_TKD)
             masks = self.drafter.make_masks(column.batch)  # from the CPU batch: reading anchors back would wait for the GPU
-            batch = batch_to(column.batch, device=self.device)
+            batch, embedding_VD = self._place(column.batch)
             hidden_TKD = hidden.hidden_TKD if self.noise is None else self.noise(hidden.hidden_TKD, batch)
-            embedding_VD = self.ends.embedding_VD
             hidden_NBD = self.drafter(hidden_TKD=hidden_TKD, batch=batch, embedding_VD=embedding_VD, masks=masks)
             sums = self.loss(hidden_NBD=hidden_NBD, head_VD=self.ends.head_VD, batch=batch)
         with self.account.state("backward"):
             torch.autograd.backward(sums.loss_sum / denominator)
         tally.add(sums, bad_rows=bad_rows, context_tokens=column.context_tokens, unique_tokens=column.unique_tokens)
+
+    def _place(self, batch: BlockBatch) -> tuple[BlockBatch, Tensor]:
+        """Batch and embedding on the device; of an embedding kept in host memory, only the rows that the batch reads."""
+        embedding_VD = self.ends.embedding_VD
+        if embedding_VD.device.type != self.device.type:
+            batch, rows_UD = embedding_rows(batch, embedding_VD)
+            embedding_VD = to_device(rows_UD, device=self.device)
+        return batch_to(batch, device=self.device), embedding_VD
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ BLOCK = 4096
 
 
 @triton.jit
-def _adamw(
+def _adamw(  # type: ignore[no-untyped-def]
     master,
     exp_avg,
     exp_avg_sq,
