@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from slipstream.corpus.prepare import prepare
 
@@ -23,3 +25,12 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     prepare([conversations], target=target, out=root / "corpus")
     prompts = write_conversations(root / "prompts.jsonl", count=4, seed=2)
     return {"target": str(target), "corpus": str(root / "corpus"), "prompts": str(prompts)}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Two threads on busy cores take a hundred times as long over matrices as small as these."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -13,10 +13,13 @@ from typing import Any
 import pytest
 from stub_children import DEAF, UNTIL_STOPPED, stub
 
-from slipstream.errors import Interrupted, WorkerFailed
+from slipstream.errors import Interrupted, PeerDied, WorkerFailed
 from slipstream.launch import supervisor as module
 from slipstream.launch.processes import Child
 from slipstream.launch.supervisor import Supervisor
+from slipstream.transport.broker import Broker
+from slipstream.transport.connections import connection_pair
+from slipstream.transport.ledger import PackOrder
 
 DIES = "print('out of luck', flush=True); os._exit(3)"
 WORKS = """
@@ -184,3 +187,18 @@ def test_an_error_of_whoever_listens_ends_the_run_and_is_not_taken_for_a_lost_ch
 
     with pytest.raises(BrokenPipeError):
         Stage(tmp_path, on_report=on_report).run()
+
+
+def test_who_waits_for_packs_of_a_target_that_is_given_up_hears_its_name(tmp_path: Path) -> None:
+    broker = Broker(order=[PackOrder(pack_id=0, rank=0, slot=0, kept=False)], slot_bytes=1)
+    ours, theirs = connection_pair()
+    broker.attach_consumer("drafter-0", 0, ours)
+    broker.start()
+    stage = Stage(tmp_path, targets=[DIES], max_restarts=0)
+    stage.close_broker = lambda reason, lost: broker.close(reason=reason, lost=lost)  # type: ignore[method-assign]
+    with pytest.raises(WorkerFailed, match="ended 1 times"):
+        stage.run()
+    error = theirs.recv().error()
+    theirs.close()
+    assert isinstance(error, PeerDied)
+    assert str(error).startswith("target-0 died: target worker 0 ended 1 times")

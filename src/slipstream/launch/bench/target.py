@@ -1,0 +1,319 @@
+"""How fast a target runs here: packed rows of mixed lengths through its layers up to the last tap, hooks and slots included.
+
+Weights are random, at the true shape, made on the device: nothing is downloaded. Useful work is counted by one formula,
+`useful_flops`, and divided by a matrix product measured in the same run.
+
+Shape letters: T tokens of a pack · K tapped layers · D hidden size.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import AutoModel, LlamaConfig, Qwen3_5TextConfig, Qwen3Config
+
+from slipstream.config import TargetInfo
+from slipstream.config.target_info import spread_taps
+from slipstream.errors import UsageError
+from slipstream.launch.bench.ceilings import measure_ceilings, median_ms
+from slipstream.records import Pack
+from slipstream.target.huggingface import HuggingFaceTarget
+from slipstream.target.isolation import pack_documents
+from slipstream.target.kernels import cuda_kernels
+from slipstream.target.layouts import Packing
+from slipstream.target.loading import truncate_config
+
+NUM_TAPS = 5
+WARM_UPS, REPEATS = 3, 9
+
+Say = Callable[[str], None]
+
+
+def qwen36_27b() -> Any:
+    """The language model of Qwen3.6-27B: 24.35 B parameters in 64 layers, three gated delta nets to one attention."""
+    return Qwen3_5TextConfig(
+        hidden_size=5120,
+        intermediate_size=17408,
+        num_hidden_layers=64,
+        num_attention_heads=24,
+        num_key_value_heads=4,
+        head_dim=256,
+        linear_num_key_heads=16,
+        linear_num_value_heads=48,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+        vocab_size=248320,
+        max_position_embeddings=262144,
+    )
+
+
+def qwen3_8b() -> Any:
+    """Qwen3-8B: 6.95 B parameters in 36 layers."""
+    return Qwen3Config(
+        hidden_size=4096,
+        intermediate_size=12288,
+        num_hidden_layers=36,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        vocab_size=151936,
+        max_position_embeddings=40960,
+    )
+
+
+def smollm2() -> Any:
+    """SmolLM2-135M: 30 layers so small that launching their kernels takes longer than running them."""
+    return LlamaConfig(
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        vocab_size=49152,
+        max_position_embeddings=8192,
+    )
+
+
+TARGETS: Mapping[str, Callable[[], Any]] = {"qwen3.6-27b": qwen36_27b, "qwen3-8b": qwen3_8b, "smollm2": smollm2}
+"""By the name that `slipstream bench --shape` takes: transformers' config of the whole target."""
+
+
+@dataclass(frozen=True, slots=True)
+class TargetFigures:
+    """What a run measured. Times are medians; `ratio` is `useful_tflops` over `ceiling_tflops`.
+
+    `pack_tokens` T; `real_tokens` a pack without padding (their mean); `launched` our kernels a forward by kind; `synchronised`
+    whether a capture made the CPU wait; `allocations` device segments and pinned blocks made after warm-up.
+    """
+
+    shape: str
+    layers: int
+    taps: tuple[int, ...]
+    matrix_parameters: int
+    pack_tokens: int
+    real_tokens: float
+    milliseconds: float
+    fastest_milliseconds: float
+    tokens_per_second: float
+    useful_tflops: float
+    ceiling_tflops: float
+    sustained_tflops: float
+    ratio: float
+    peak_gib: float
+    build_seconds: float
+    first_forward_seconds: float
+    layer_code: str
+    synchronised: str
+    allocations: int
+    kernel_shares: tuple[tuple[str, float, float], ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+def measure_target(
+    *, shape: str, pack_tokens: int, layers: int | None = None, profile: bool = True, say: Say, repeats: int = REPEATS
+) -> TargetFigures:
+    """Measure one shape at one pack size on the current CUDA device. `layers`: only so many, the taps spread over them."""
+    if shape not in TARGETS:
+        raise UsageError(key="--shape", value=shape, rule=f"must be one of {', '.join(TARGETS)}")
+    if not torch.cuda.is_available():
+        raise UsageError(key="--shape", value=shape, rule="a CUDA device is needed, and none is visible")
+    config = TARGETS[shape]()
+    taps = spread_taps(num_layers=config.num_hidden_layers if layers is None else layers + 2, num_taps=NUM_TAPS)
+    ceilings = measure_ceilings(device=torch.device("cuda"))
+    ceiling = ceilings.matmul_tflops
+    say(f"bf16 matrix product: {ceiling:.0f} TFLOP/s, sustained {ceilings.sustained_tflops:.0f}")
+    torch.cuda.empty_cache()
+    with _Clock() as build:
+        target, parameters = build_target(config, taps=taps)
+    assert target.engine is not None
+    code = target.engine.layers
+    say(f"{taps[-1] + 1} layers ({code}), {parameters / 1e9:.2f} B matrix parameters, built in {build.seconds:.0f} s")
+    packs = [mixed_pack(pack_tokens, vocab_size=config.vocab_size, seed=seed) for seed in (1, 2)]
+    slot_TKD = torch.empty(pack_tokens, len(taps), config.hidden_size, dtype=torch.bfloat16, device="cuda")
+    works = [partial(target.capture, pack, hidden_TKD=slot_TKD) for pack in packs]
+    timed = _time(works, repeats=repeats, say=say)
+    assert bool(torch.isfinite(slot_TKD).all())
+    flops = statistics.mean(useful_flops(config, parameters=parameters, pack=pack, layers=taps[-1] + 1) for pack in packs)
+    real = statistics.mean(pack.num_tokens for pack in packs)
+    tflops, speed = flops / timed.median / 1e9, real / timed.median * 1e3
+    say(f"{timed.median:.1f} ms a pack: {speed:.0f} tokens/s, {tflops:.0f} TFLOP/s, ratio {tflops / ceiling:.3f}")
+    return TargetFigures(
+        shape=shape,
+        layers=taps[-1] + 1,
+        taps=taps,
+        matrix_parameters=parameters,
+        pack_tokens=pack_tokens,
+        real_tokens=real,
+        milliseconds=timed.median,
+        fastest_milliseconds=timed.fastest,
+        tokens_per_second=speed,
+        useful_tflops=tflops,
+        ceiling_tflops=ceiling,
+        sustained_tflops=ceilings.sustained_tflops,
+        ratio=tflops / ceiling,
+        peak_gib=timed.peak_gib,
+        build_seconds=build.seconds,
+        first_forward_seconds=timed.first_seconds,
+        layer_code=code,
+        synchronised=_synchronises(works[0]),
+        allocations=timed.allocations,
+        kernel_shares=kernel_shares(works[0]) if profile else (),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Timed:
+    median: float
+    fastest: float
+    first_seconds: float
+    peak_gib: float
+    allocations: int
+
+
+def _time(works: Sequence[Callable[[], object]], *, repeats: int, say: Say) -> _Timed:
+    """Time pieces of work in turn, after the first one has compiled and tuned, and some more have warmed up."""
+    with _Clock() as first:
+        works[0]()
+    say(f"first forward (kernels compiled and tuned): {first.seconds:.0f} s")
+    for turn in range(WARM_UPS):
+        works[turn % len(works)]()
+    torch.cuda.synchronize()
+    before = _allocations()
+    torch.cuda.reset_peak_memory_stats()
+    times = [median_ms(works[turn % len(works)], repeats=1, warmup=0) for turn in range(repeats)]
+    return _Timed(
+        median=statistics.median(times),
+        fastest=min(times),
+        first_seconds=first.seconds,
+        peak_gib=torch.cuda.max_memory_allocated() / 2**30,
+        allocations=_allocations() - before,
+    )
+
+
+def build_target(config: Any, *, taps: Sequence[int]) -> tuple[HuggingFaceTarget, int]:
+    """A target of random weights on the device, cut after the last tap, and its matrix parameters."""
+    truncate_config(config, num_layers=taps[-1] + 1)
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = AutoModel.from_config(config, dtype=torch.bfloat16).eval().requires_grad_(False)
+    model.norm = nn.Identity()
+    parameters = sum(weight.numel() for name, weight in model.layers.named_parameters() if weight.ndim == 2)
+    info = random_info(config)
+    target = HuggingFaceTarget(
+        model=model,
+        info=info,
+        tap_layers=taps,
+        last_hidden=False,
+        fingerprint="random",
+        kernels=cuda_kernels(hybrid=info.is_hybrid),
+    )
+    target.packing = Packing.PACKED
+    torch.cuda.empty_cache()
+    return target, parameters
+
+
+def random_info(config: Any) -> TargetInfo:
+    """What a folder's config would have said of a target that lies in none."""
+    return TargetInfo(
+        folder=Path("random"),
+        model_type=config.model_type,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_layers=config.num_hidden_layers,
+        num_attention_heads=config.num_attention_heads,
+        num_key_value_heads=config.num_key_value_heads,
+        head_dim=config.head_dim or config.hidden_size // config.num_attention_heads,
+        vocab_size=config.vocab_size,
+        rms_norm_eps=config.rms_norm_eps,
+        rope_theta=config.rope_parameters["rope_theta"],
+        max_position_embeddings=config.max_position_embeddings,
+        tie_word_embeddings=False,
+        layer_types=tuple(getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers),
+        sliding_window=None,
+        bos_token_id=None,
+        eos_token_ids=(),
+        pad_token_id=None,
+    )
+
+
+def mixed_pack(pack_tokens: int, *, vocab_size: int, seed: int) -> Pack:
+    """Documents of lognormal lengths (median 900 tokens, 64 to a quarter of the pack), filled to about 0.99."""
+    generator = np.random.default_rng(seed)
+    left, documents = pack_tokens - pack_tokens // 128, []
+    while left >= 64:
+        length = int(np.clip(generator.lognormal(np.log(900), 0.8), 64, min(left, pack_tokens // 4)))
+        documents.append(generator.integers(0, vocab_size, size=length).astype(np.int32))
+        left -= length
+    return pack_documents(documents, capacity_tokens=pack_tokens)
+
+
+def useful_flops(config: Any, *, parameters: int, pack: Pack, layers: int) -> float:
+    """2 × matrix parameters × real tokens, and for each attention layer 2 · heads · head size · L² for a document of L tokens.
+
+    That is the causal half of both products. The delta rule, the convolution and all that is elementwise count as nothing.
+    """
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * layers
+    attentions = sum(kind != "linear_attention" for kind in kinds[:layers])
+    head_size = config.head_dim or config.hidden_size // config.num_attention_heads
+    squares = float(np.square(np.diff(pack.starts).astype(np.float64)).sum())
+    return 2.0 * parameters * pack.num_tokens + 2.0 * attentions * config.num_attention_heads * head_size * squares
+
+
+def kernel_shares(work: Callable[[], object], *, most: int = 15) -> tuple[tuple[str, float, float], ...]:
+    """The kernels that take longest in a piece of work: name, milliseconds, share of all kernels' time. Slows the work down."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as trace:
+        work()
+        torch.cuda.synchronize()
+    spent: Counter[str] = Counter()
+    for event in trace.key_averages():
+        spent[event.key] += event.self_device_time_total / 1e3
+    total = sum(spent.values()) or 1.0
+    return tuple((name, milliseconds, milliseconds / total) for name, milliseconds in spent.most_common(most))
+
+
+def _synchronises(work: Callable[[], object]) -> str:
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        work()
+    except RuntimeError as error:
+        return str(error).splitlines()[0]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return "never"
+
+
+def _allocations() -> int:
+    return int(torch.cuda.memory_stats()["num_device_alloc"]) + int(torch.cuda.host_memory_stats()["num_host_alloc"])
+
+
+class _Clock:
+    """Seconds between entering and leaving, the device's work included."""
+
+    seconds: float
+
+    def __enter__(self) -> _Clock:
+        torch.cuda.synchronize()
+        self._event = torch.cuda.Event(enable_timing=True)
+        self._event.record()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        end = torch.cuda.Event(enable_timing=True)
+        end.record()
+        end.synchronize()
+        self.seconds = self._event.elapsed_time(end) / 1e3
