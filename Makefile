@@ -5,7 +5,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt
 INSTALLED := .venv/.installed
 
-.PHONY: demo test check bench test-slow test-gpu
+.PHONY: demo test check test-slow test-gpu
 .DELETE_ON_ERROR:
 
 demo: $(INSTALLED)
