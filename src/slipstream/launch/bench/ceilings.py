@@ -53,7 +53,7 @@ def median_ms(work: Callable[[], object], *, repeats: int, warmup: int = 3) -> f
         work()
         end.record()
     torch.cuda.synchronize()
-    return statistics.median(begin.elapsed_time(end) for begin, end in marks)
+    return float(statistics.median(begin.elapsed_time(end) for begin, end in marks))
 
 
 def _repeat(work: Callable[[], object], times: int) -> None:

@@ -5,6 +5,7 @@ Waits for: a CUDA device. T context tokens, K taps, D hidden, N anchors, B block
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -18,19 +19,20 @@ from torch import Tensor
 
 from slipstream.config import DrafterShape
 from slipstream.config.recipe import ObjectiveSection, OptimizerSection
-from slipstream.drafter import FAMILIES, DFlashDrafter, batch_to, embedding_rows, make_block_batch, to_device
+from slipstream.drafter import FAMILIES, DFlashDrafter, batch_to, embedding_rows, to_device
 from slipstream.launch.bench.ceilings import median_ms
 from slipstream.launch.bench.counters import counters, profile_kernels
+from slipstream.launch.bench.drafter_work import DrafterWork, make_columns
 from slipstream.objective import block_loss, planned_denominator
 from slipstream.objective.linear_ce import ROW_PASSES
 from slipstream.observe import Account
-from slipstream.records import BlockBatch, HiddenPack, Pack, Use
+from slipstream.records import HiddenPack
 from slipstream.target.ends import FrozenEnds
 from slipstream.trainer.column import ColumnPass
 from slipstream.trainer.guard import Counters
 from slipstream.trainer.loop import Trainer
 from slipstream.trainer.optim import FlatAdamW
-from slipstream.trainer.prefetch import PreparedColumn, PreparedStep
+from slipstream.trainer.prefetch import PreparedStep
 from slipstream.trainer.tally import StepTally
 
 Report = Callable[[str], None]
@@ -39,25 +41,12 @@ FINGERPRINT = "random hidden states"
 
 
 @dataclass(frozen=True, slots=True)
-class DrafterWork:
-    """What a step trains on: `packs` packs of `documents` documents, all slots of all anchors supervised."""
-
-    documents: int = 2
-    document_tokens: int = 2048
-    anchors: int = 1024
-    packs: int = 1
-    chunk_rows: int = 3328
-    steps: int = 12
-
-
-@dataclass(frozen=True, slots=True)
 class DrafterBench:
     """Medians over the timed steps, which ran without a synchronisation. Milliseconds on the device; GiB allocated by torch.
 
-    `useful_tflop` counts, for each step, multiply-adds twice and backward as twice forward: all layers on all Q slots and
-    the context's keys and values (3 x), fusion without the gradient of its input (2 x), the frozen head on supervised rows
-    (2 x), and attention's two products on visible pairs alone (3 x). What a trick leaves out still counts; what is
-    computed twice counts once. `growth` is what counters of allocations and compilations gained over the timed steps.
+    `useful_tflop` is `drafter_work.useful_tflop` over the packs; `launch_milliseconds` the least CPU time that launching a
+    step took. `growth` is what counters of allocations and compilations gained over the timed steps. `kernels` groups the
+    device time of one step by kind of kernel, `calls` counts in its trace what would make the CPU wait.
     """
 
     milliseconds: float
@@ -73,51 +62,7 @@ class DrafterBench:
     loss: float
     parameters: int
     kernels: Mapping[str, float]
-
-
-def useful_tflop(*, shape: DrafterShape, pack: Pack, use: Use, num_rows: int) -> float:
-    """See `DrafterBench`."""
-    hidden, width = shape.hidden_size, shape.head_dim
-    slots, tokens = len(use.anchors) * shape.block_size, pack.capacity_tokens
-    key_value = 2 * hidden * shape.num_key_value_heads * width
-    per_slot = 2 * hidden * shape.num_attention_heads * width + key_value + 3 * hidden * shape.intermediate_size
-    starts = pack.starts[np.searchsorted(pack.starts, use.anchors, side="right") - 1]
-    pairs = float(((use.anchors - starts) + shape.block_size).sum()) * shape.block_size
-    attention = 2 * pairs * shape.num_attention_heads * width
-    layers = shape.num_layers * (slots * per_slot + tokens * key_value + attention)
-    fusion = tokens * shape.num_taps * hidden * hidden
-    head = num_rows * hidden * shape.vocab_size
-    return 2 * (3 * layers + 2 * fusion + 2 * head) / 1e12
-
-
-def make_columns(*, shape: DrafterShape, work: DrafterWork, seed: int = 0) -> list[PreparedColumn]:
-    """The step's packs with sorted random anchors, each followed by B - 1 tokens of its document."""
-    columns, size, length = [], shape.block_size, work.document_tokens
-    tokens = work.documents * length
-    for index in range(work.packs):
-        rng = np.random.default_rng((seed, index))
-        each = work.anchors // work.documents
-        drawn = [np.sort(rng.permutation(length - size)[:each]) + length * place for place in range(work.documents)]
-        anchors = np.concatenate(drawn).astype(np.int32)
-        pack = Pack(
-            pack_id=index, epoch=0, column=index, slot=0,
-            document_ids=np.arange(work.documents, dtype=np.int64),
-            starts=(np.arange(work.documents + 1) * length).astype(np.int32),
-            token_ids=rng.integers(0, shape.mask_token_id, tokens).astype(np.int32),
-            position_ids=np.tile(np.arange(length, dtype=np.int32), work.documents),
-            loss_mask=np.ones(tokens, dtype=bool),
-        )  # fmt: skip
-        counts = np.full(size, len(anchors), dtype=np.int64)
-        counts[0] = 0
-        use = Use(
-            step=0, pack_id=index, use_number=0, anchors=anchors, anchor_valid=np.ones(len(anchors), dtype=bool),
-            supervised_per_slot=counts, is_last=False,
-        )  # fmt: skip
-        batch = make_block_batch(
-            pack=pack, use=use, block_size=size, mask_token_id=shape.mask_token_id, chunk_rows=work.chunk_rows
-        )
-        columns.append(PreparedColumn(pack=pack, use=use, batch=batch, context_tokens=tokens, unique_tokens=tokens))
-    return columns
+    calls: Mapping[str, int]
 
 
 class _Slots:
@@ -143,6 +88,9 @@ class _Marks:
     def __init__(self) -> None:
         self._steps: list[list[tuple[str, torch.cuda.Event]]] = []
 
+    def clear(self) -> None:
+        self._steps.clear()
+
     def begin(self) -> None:
         self._steps.append([])
         self.mark("begin")
@@ -158,7 +106,7 @@ class _Marks:
         phases: dict[str, list[float]] = {name: [] for name in PHASES}
         for steps in self._steps:
             sums = dict.fromkeys(PHASES, 0.0)
-            for (_, before), (name, after) in zip(steps, steps[1:], strict=False):
+            for (_, before), (name, after) in itertools.pairwise(steps):
                 sums[name] += before.elapsed_time(after)
             for name, value in sums.items():
                 phases[name].append(value)
@@ -222,7 +170,90 @@ class _Rig:
         )
 
 
-def _build(*, shape: DrafterShape, work: DrafterWork, device: torch.device) -> _Rig:
+class _MarkedAdamW(FlatAdamW):
+    """An optimizer that marks the end of backward when its step begins."""
+
+    marks: _Marks
+
+    def step(self, *, learning_rate: float, finite: Tensor) -> tuple[Tensor, Tensor]:
+        self.marks.mark("backward")
+        return super().step(learning_rate=learning_rate, finite=finite)
+
+
+def bench_drafter(
+    *, shape: DrafterShape, work: DrafterWork, device: torch.device, report: Report = lambda line: None
+) -> DrafterBench:
+    """Warm up, time `work.steps` steps with synchronisations forbidden, then trace one more."""
+    began = time.perf_counter()
+    rig, tflop = _build(shape=shape, work=work, device=device)
+    report(f"built {rig.trainer.optimizer.num_parameters / 1e9:.2f} B parameters in {time.perf_counter() - began:.1f} s")
+    began = time.perf_counter()
+    for index in range(5):
+        loss = rig.run()
+        if index == 0:
+            torch.cuda.synchronize()
+            report(f"first step {time.perf_counter() - began:.1f} s, loss {float(loss):.3f}")
+            rig.validate(device)
+    torch.cuda.synchronize()
+    warm = time.perf_counter() - began
+    report(f"warm after {warm:.1f} s")
+    rig.marks.clear()
+    torch.cuda.reset_peak_memory_stats()
+    before, launches, begun = counters(), [], time.perf_counter()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(work.steps):
+            at = time.perf_counter()
+            loss = rig.run()
+            launches.append(time.perf_counter() - at)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    wall = (time.perf_counter() - begun) / work.steps * 1e3
+    growth = {name: value - before[name] for name, value in counters().items()}
+    milliseconds, phases = rig.marks.medians()
+    peak, reserved = torch.cuda.max_memory_allocated() / 2**30, torch.cuda.max_memory_reserved() / 2**30
+    kernels, calls = profile_kernels(rig.run)
+    return DrafterBench(
+        milliseconds=milliseconds, phases=phases, wall_milliseconds=wall, launch_milliseconds=min(launches) * 1e3,
+        useful_tflop=tflop, tflops=tflop / milliseconds * 1e3, peak_gib=peak, reserved_gib=reserved, warmup_seconds=warm,
+        growth=growth, loss=float(loss), parameters=rig.trainer.optimizer.num_parameters, kernels=kernels, calls=calls,
+    )  # fmt: skip
+
+
+def sweep_chunks(
+    *, shape: DrafterShape, rows: int, chunks: tuple[int, ...], device: torch.device, report: Report
+) -> dict[int, tuple[float, float, float]]:
+    """Milliseconds of the loss's forward product, row pass and second product over `rows` rows, for each chunk size."""
+    head, hidden = (_random(count, shape.hidden_size, device=device) * 0.02 for count in (shape.vocab_size, rows))
+    labels = torch.randint(shape.vocab_size, (rows,), device=device)
+    loss, hit = torch.empty(rows, device=device), torch.empty(rows, dtype=torch.bool, device=device)
+    row_pass, found = ROW_PASSES["cuda"](), {}
+    for chunk in chunks:
+        logits, unit = hidden.new_empty(chunk, shape.vocab_size), torch.empty_like(hidden[:chunk])
+        whole, tail = divmod(rows, chunk)
+        parts = []
+        for kind in range(3):
+            total = 0.0
+            for count, size in ((whole, chunk), (1, tail)):
+                if size and count:
+                    part = logits[:size]
+                    work = (
+                        partial(torch.mm, hidden[:size], head.t(), out=part),
+                        partial(row_pass, part, labels[:size], loss_R=loss[:size], hit_R=hit[:size], gradient=True),
+                        partial(torch.mm, part, head, out=unit[:size]),
+                    )[kind]
+                    total += count * median_ms(work, repeats=5, warmup=1)
+            parts.append(total)
+        found[chunk] = (parts[0], parts[1], parts[2])
+        report(
+            f"chunk {chunk}: logits {parts[0]:.1f} ms, rows {parts[1]:.2f} ms, gradient {parts[2]:.1f} ms, sum {sum(parts):.1f}"
+        )
+        del logits
+    return found
+
+
+def _build(*, shape: DrafterShape, work: DrafterWork, device: torch.device) -> tuple[_Rig, float]:
     objective, section = ObjectiveSection(chunk_rows=work.chunk_rows), OptimizerSection()
     drafter = FAMILIES["dflash"](shape=shape, dtype=torch.bfloat16, device=device, attention="auto")
     with torch.no_grad():
@@ -240,9 +271,9 @@ def _build(*, shape: DrafterShape, work: DrafterWork, device: torch.device) -> _
         marks.mark("loss")
         return sums
 
-    columns = make_columns(shape=shape, work=work)
-    optimizer = FlatAdamW(drafter, section=section, num_extra=StepTally.size(shape.block_size))
-    _mark_before(optimizer, marks)
+    columns, tflop = make_columns(shape=shape, work=work)
+    optimizer = _MarkedAdamW(drafter, section=section, num_extra=StepTally.size(shape.block_size))
+    optimizer.marks = marks
     column_pass = ColumnPass(
         drafter=marked, ends=ends, loss=loss, noise=None, target_fingerprint=FINGERPRINT, device=device, account=account
     )
@@ -254,4 +285,9 @@ def _build(*, shape: DrafterShape, work: DrafterWork, device: torch.device) -> _
     counts = sum(column.use.supervised_per_slot for column in columns)
     denominator = planned_denominator(objective=objective, supervised_per_slot=np.asarray(counts))
     step = PreparedStep(index=500, epoch=0, denominator=denominator, columns=tuple(columns))
-    return _Rig(drafter=drafter, marked=marked, ends=ends, trainer=trainer, marks=marks, step=step, objective=objective)
+    rig = _Rig(drafter=drafter, marked=marked, ends=ends, trainer=trainer, marks=marks, step=step, objective=objective)
+    return rig, tflop
+
+
+def _random(*shape: int, device: torch.device) -> Tensor:
+    return torch.randn(*shape, device=device, dtype=torch.bfloat16)

@@ -1,0 +1,136 @@
+"""`slipstream bench`: measurements on random weights, the machine's own ceilings first."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from slipstream.errors import PreflightError
+
+if TYPE_CHECKING:
+    from slipstream.launch.bench import Ceilings, DrafterBench
+
+
+class Kind(StrEnum):
+    """What can be measured."""
+
+    CEILINGS = "ceilings"
+    DRAFTER = "drafter"
+
+
+def bench(
+    kind: Annotated[Kind, typer.Argument(help="ceilings: matrix product and copy alone; drafter: a training step.")],
+    shape: Annotated[
+        str, typer.Option(help="Target whose drafter is measured: qwen3.6-27b, qwen3-8b or smollm2.")
+    ] = "qwen3.6-27b",
+    documents: Annotated[int, typer.Option(help="Documents of a pack.")] = 2,
+    document_tokens: Annotated[int, typer.Option(help="Tokens of a document.")] = 2048,
+    anchors: Annotated[int, typer.Option(help="Anchors of a pack.")] = 1024,
+    packs: Annotated[int, typer.Option(help="Packs of a step.")] = 1,
+    chunk_rows: Annotated[int, typer.Option(help="Rows of logits held at once.")] = 3328,
+    steps: Annotated[int, typer.Option(help="Timed steps.")] = 12,
+    sweep: Annotated[bool, typer.Option(help="Time the loss's products at several chunk sizes first.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
+) -> None:
+    """Measure the machine and the engine on random weights at true shapes. Needs a CUDA device; nothing is downloaded.
+
+    Exits with 1 when memory grew, something was compiled, or a copy waited after warm-up.
+    """
+    from slipstream.device.kind import device_kind
+
+    device_kind("cuda")
+    import torch
+
+    from slipstream.launch.bench import SHAPES, DrafterWork, bench_drafter, measure_ceilings, sweep_chunks
+
+    if shape not in SHAPES:
+        raise PreflightError(key="--shape", value=shape, rule=f"is none of {', '.join(SHAPES)}")
+    device = torch.device("cuda", 0)
+    show = _Quiet() if as_json else _Tables()
+    ceilings = measure_ceilings(device=device)
+    found: dict[str, Any] = {
+        "device": torch.cuda.get_device_name(device),
+        "torch": torch.__version__,
+        "ceilings": asdict(ceilings),
+    }
+    show.ceilings(ceilings)
+    failed = False
+    if kind is Kind.DRAFTER:
+        if sweep:
+            chunks = (1664, 2048, 3072, 3328, 3840, 4096)
+            found["sweep"] = sweep_chunks(
+                shape=SHAPES[shape], rows=anchors * 15, chunks=chunks, device=device, report=show.line
+            )
+        work = DrafterWork(documents, document_tokens, anchors, packs, chunk_rows, steps)
+        result = bench_drafter(shape=SHAPES[shape], work=work, device=device, report=show.line)
+        found |= {"shape": shape, "work": asdict(work), "drafter": asdict(result)}
+        found["ratio"] = result.tflops / ceilings.matmul_tflops
+        show.drafter(result, ceilings=ceilings)
+        failed = any(result.growth.values()) or any(result.calls.values())
+    if as_json:
+        typer.echo(json.dumps(found))
+    raise typer.Exit(1 if failed else 0)
+
+
+class _Quiet:
+    """Shows nothing until the end."""
+
+    def line(self, text: str) -> None:
+        """Progress."""
+
+    def ceilings(self, found: Ceilings) -> None:
+        """The machine's."""
+
+    def drafter(self, found: DrafterBench, *, ceilings: Ceilings) -> None:
+        """A step's."""
+
+
+class _Tables(_Quiet):
+    """Shows each figure once it is known."""
+
+    def line(self, text: str) -> None:
+        """Progress."""
+        typer.echo(text)
+
+    def ceilings(self, found: Ceilings) -> None:
+        """The machine's."""
+        typer.echo(
+            f"ceilings: bf16 8192^3 {found.matmul_tflops:.0f} TFLOP/s, {found.sustained_tflops:.0f} over two seconds; "
+            f"device copy {found.copy_gb_per_second:.0f} GB/s"
+        )
+
+    def drafter(self, found: DrafterBench, *, ceilings: Ceilings) -> None:
+        """A step's."""
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table(title="drafter step", title_justify="left", show_header=False)
+        for label, text in _rows(found, ceilings=ceilings):
+            table.add_row(label, text)
+        Console(highlight=False, width=120).print(table)
+
+
+def _rows(found: DrafterBench, *, ceilings: Ceilings) -> list[tuple[str, str]]:
+    grown = ", ".join(f"{name} {value}" for name, value in found.growth.items())
+    calls = ", ".join(f"{name} {value}" for name, value in found.calls.items()) or "none"
+    return [
+        (
+            "ms a step",
+            f"{found.milliseconds:.1f} (median); wall {found.wall_milliseconds:.1f}, launching {found.launch_milliseconds:.1f}",
+        ),
+        ("phases, ms", ", ".join(f"{name} {value:.1f}" for name, value in found.phases.items())),
+        ("useful TFLOP", f"{found.useful_tflop:.1f}, {found.tflops:.0f} TFLOP/s"),
+        (
+            "of the ceiling",
+            f"{found.tflops / ceilings.matmul_tflops:.3f}, {found.tflops / ceilings.sustained_tflops:.3f} of the sustained",
+        ),
+        ("memory, GiB", f"peak {found.peak_gib:.2f}, reserved {found.reserved_gib:.2f}"),
+        ("after warm-up", f"{grown}; synchronisations 0 (forbidden)"),
+        ("waiting calls in a trace", calls),
+        ("warm-up", f"{found.warmup_seconds:.1f} s; loss {found.loss:.4f}; {found.parameters} parameters"),
+        *((f"  {name}", f"{spent:.2f} ms") for name, spent in found.kernels.items()),
+    ]
