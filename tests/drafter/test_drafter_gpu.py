@@ -24,6 +24,7 @@ def test_a_pass_on_cuda_equals_the_cpus_and_never_waits(
     case = make_case(lengths=(100, 60, 80), capacity=256, slots=96, block=8, chunk_rows=64)
     shape = make_shape(layer_types=layers, window=window, block=8)
     results = []
+    torch.compiler.reset()  # tests have many shapes; a run has few, and fails beyond a limit
     for device in ("cpu", "cuda"):
         name = attention if device == "cuda" else "sdpa"
         drafter = build_drafter(shape=shape, dtype="float32", device=device, seed=1, attention=name)
@@ -40,6 +41,6 @@ def test_a_pass_on_cuda_equals_the_cpus_and_never_waits(
                 loss.loss_sum.backward()
             finally:
                 torch.cuda.set_sync_debug_mode("default")
-        results.append([blocks.detach(), loss.loss_sum.detach(), *(weight.grad for weight in drafter.parameters())])
+        results.append([blocks.detach()[:, 1:], loss.loss_sum.detach(), *(weight.grad for weight in drafter.parameters())])
     for ours, wanted in zip(results[1], results[0], strict=True):
         assert float((ours.cpu() - wanted).norm() / wanted.norm()) < 1e-4
