@@ -20,8 +20,11 @@ from slipstream.observe import Account, MetricLog
 from slipstream.records import BlockBatch, Pack, Step, Use
 from slipstream.trainer.checkpoint import CheckpointIdentity, read_checkpoint
 from slipstream.trainer.column import ColumnPass, FrozenEnds
+from slipstream.trainer.engine import Engine, EngineParts
 from slipstream.trainer.guard import Counters, DivergenceGuard
 from slipstream.trainer.hooks import GuardHook, Hook, MetricsHook, ValidationHook
+from slipstream.trainer.lanes import CudaLanes, Lanes
+from slipstream.trainer.late_work import CudaWork, WorkCounter
 from slipstream.trainer.loop import HiddenSource, Saving, Trainer
 from slipstream.trainer.optim import FlatAdamW
 from slipstream.trainer.prefetch import Planner, PreparedStep, prepare_step
@@ -63,6 +66,14 @@ class RunParts:
 
 
 @dataclass(frozen=True, slots=True)
+class Gpu:
+    """A GPU's streams and memory, and the counts of what it makes a process do; tests have models of both."""
+
+    lanes: Lanes
+    work: WorkCounter
+
+
+@dataclass(frozen=True, slots=True)
 class MainRank:
     """The side jobs that rank 0 does for all. `validate(step)` returns metrics by name; none measures nothing.
 
@@ -74,11 +85,14 @@ class MainRank:
     validate: Callable[[int], Mapping[str, object]] | None
 
 
-def build_trainer(*, parts: RunParts, main: MainRank | None, resume: Path | None = None) -> Trainer:
+def build_trainer(*, parts: RunParts, main: MainRank | None, resume: Path | None = None, gpu: Gpu | None = None) -> Trainer:
     """A trainer at step 0, or at the cursor of the checkpoint `resume`. `main` is given to rank 0 and to no other.
 
+    On CUDA it trains through an `Engine`, on the stream that is current here; `gpu` puts others of its parts in place.
     Raises `CheckpointError` when the checkpoint is damaged or belongs to another run.
     """
+    if gpu is None and parts.device.type == "cuda":
+        gpu = Gpu(lanes=CudaLanes(parts.device), work=CudaWork(parts.device))
     recipe, schedule = parts.recipe, parts.schedule
     assert (main is not None) == (parts.share.rank == 0), "rank 0, and no other, has the side jobs"
     assert (parts.group is None) == (parts.share.ranks == 1), "ranks that are not alone have a group"
@@ -96,50 +110,95 @@ def build_trainer(*, parts: RunParts, main: MainRank | None, resume: Path | None
         optimizer.load_state(checkpoint.state)
         counters, start_step = Counters(**checkpoint.counters), checkpoint.cursor.step
     validation = _validation(parts, main)
+    engine = _engine(parts, main, gpu=gpu, optimizer=optimizer, counters=counters, start_step=start_step)
     return Trainer(
-        prepare=_prepare(parts),
+        prepare=_prepare(parts, engine),
         num_steps=schedule.num_steps,
         start_step=start_step,
         plan_digest=schedule.digest,
         block_size=block_size,
         source=parts.source,
-        column_pass=_column_pass(parts),
+        column_pass=_column_pass(parts, engine),
         optimizer=optimizer,
         section=recipe.optimizer,
         checkpoint_every_steps=recipe.checkpoint.every_steps,
         saving=_saving(parts, main, identity=identity, validation=validation),
         group=parts.group,
-        hooks=_hooks(parts, main, counters=counters, validation=validation),
+        hooks=_hooks(parts, main, counters=counters, validation=validation, engine=engine),
         counters=counters,
         account=parts.account,
+        metrics=engine.metrics if engine else None,
+        snapshot=engine.snapshot if engine else None,
+        warm_up=engine.warm_up if engine else None,
     )
 
 
-def _prepare(parts: RunParts) -> Callable[[int], PreparedStep]:
+def _engine(
+    parts: RunParts,
+    main: MainRank | None,
+    *,
+    gpu: Gpu | None,
+    optimizer: FlatAdamW,
+    counters: Counters,
+    start_step: int,
+) -> Engine | None:
+    if gpu is None:
+        return None
+    # a fresh run measures before its first step anyway; one that resumes may not for a long time
+    validate = main.validate if main is not None and 0 < start_step < parts.schedule.num_steps else None
+    return Engine(
+        gpu.lanes,
+        gpu.work,
+        EngineParts(
+            recipe=parts.recipe,
+            shape=parts.shape,
+            drafter=parts.drafter,
+            ends=parts.ends,
+            device=parts.device,
+            target_fingerprint=parts.target_fingerprint,
+            num_columns=len(parts.share.columns(parts.schedule.num_columns)),
+            is_alone=parts.group is None,
+            saves=main is not None,
+            log=main.log if main is not None else None,
+            make_batch=_make_batch(parts),
+            validate=partial(validate, start_step) if validate is not None else None,
+            optimizer=optimizer,
+            counters=counters,
+            start_step=start_step,
+        ),
+    )
+
+
+def _prepare(parts: RunParts, engine: Engine | None) -> Callable[[int], PreparedStep]:
     objective = parts.recipe.objective
-    make_batch = partial(
-        _make_batch,
-        block_size=parts.shape.block_size,
-        mask_token_id=parts.shape.mask_token_id,
-        chunk_rows=objective.chunk_rows,
-    )
 
     def denominator(step: Step) -> float:
         return planned_denominator(objective=objective, supervised_per_slot=step.supervised_per_slot)
 
     columns = parts.share.columns(parts.schedule.num_columns)
+    make_batch = _make_batch(parts)
 
     def prepare(index: int) -> PreparedStep:
-        return prepare_step(planner=parts.planner, index=index, columns=columns, make_batch=make_batch, denominator=denominator)
+        step = prepare_step(planner=parts.planner, index=index, columns=columns, make_batch=make_batch, denominator=denominator)
+        return step if engine is None else engine.placing.stage(step)
 
     return prepare
 
 
-def _make_batch(pack: Pack, use: Use, *, block_size: int, mask_token_id: int, chunk_rows: int) -> BlockBatch:
-    return make_block_batch(pack=pack, use=use, block_size=block_size, mask_token_id=mask_token_id, chunk_rows=chunk_rows)
+def _make_batch(parts: RunParts) -> Callable[[Pack, Use], BlockBatch]:
+    def make_batch(pack: Pack, use: Use) -> BlockBatch:
+        return make_block_batch(
+            pack=pack,
+            use=use,
+            block_size=parts.shape.block_size,
+            mask_token_id=parts.shape.mask_token_id,
+            chunk_rows=parts.recipe.objective.chunk_rows,
+        )
+
+    return make_batch
 
 
-def _column_pass(parts: RunParts) -> ColumnPass:
+def _column_pass(parts: RunParts, engine: Engine | None) -> ColumnPass:
     objective, seed, num_steps = parts.recipe.objective, parts.recipe.plan.seed, parts.schedule.num_steps
 
     def noise(hidden_TKD: Tensor, batch: BlockBatch) -> Tensor:
@@ -154,6 +213,7 @@ def _column_pass(parts: RunParts) -> ColumnPass:
         target_fingerprint=parts.target_fingerprint,
         device=parts.device,
         account=parts.account,
+        placing=engine.placing if engine else None,
     )
 
 
@@ -177,8 +237,15 @@ def _saving(
     return Saving(writer=writer, acceptance_at=validation.acceptance_at if validation else lambda step: None)
 
 
-def _hooks(parts: RunParts, main: MainRank | None, *, counters: Counters, validation: ValidationHook | None) -> list[Hook]:
-    """Metrics before the guard, so that the step that ends a run is seen; validation last."""
+def _hooks(
+    parts: RunParts,
+    main: MainRank | None,
+    *,
+    counters: Counters,
+    validation: ValidationHook | None,
+    engine: Engine | None,
+) -> list[Hook]:
+    """Metrics before the guard, so that the step that ends a run is seen; validation, then the watch over late work."""
     hooks: list[Hook] = []
     if main is not None:
         facts = {"run": parts.recipe.name, "num_steps": parts.schedule.num_steps, "drafter_ranks": parts.share.ranks}
@@ -186,4 +253,6 @@ def _hooks(parts: RunParts, main: MainRank | None, *, counters: Counters, valida
     hooks.append(GuardHook(guard=DivergenceGuard(max_bad_steps=parts.recipe.optimizer.max_bad_steps), counters=counters))
     if validation is not None:
         hooks.append(validation)
+    if engine is not None:
+        hooks.append(engine.late_work)
     return hooks

@@ -16,6 +16,7 @@ from slipstream.drafter import batch_to, embedding_rows, to_device
 from slipstream.errors import TargetError
 from slipstream.observe import Account
 from slipstream.records import BlockBatch, HiddenPack
+from slipstream.trainer.placing import Placed, StagedPlacing
 from slipstream.trainer.prefetch import PreparedColumn
 from slipstream.trainer.tally import ColumnSums, StepTally
 
@@ -45,6 +46,8 @@ class FrozenEnds(Protocol):
 class ColumnPass:
     """Computes one use after another. `loss(hidden_NBD=, head_VD=, batch=)` is the objective; `noise` changes hidden states.
 
+    `placing` brings staged uses to a GPU; without it a use is copied to `device` when its turn comes.
+
     Raises `TargetError` when hidden states come from another target than the run's.
     """
 
@@ -55,6 +58,7 @@ class ColumnPass:
     target_fingerprint: str
     device: torch.device
     account: Account
+    placing: StagedPlacing | None = None
 
     def __call__(self, hidden: HiddenPack, column: PreparedColumn, *, denominator: float, tally: StepTally) -> None:
         """Forward, loss over the global step's denominator, backward. The slot may be released afterwards."""
@@ -67,22 +71,28 @@ class ColumnPass:
             )
         with self.account.state("forward"):
             bad_rows = count_bad_rows(hidden.hidden_TKD)
-            masks = self.drafter.make_masks(column.batch)  # from the CPU batch: reading anchors back would wait for the GPU
-            batch, embedding_VD = self._place(column.batch)
+            placed = self._place(column)
+            batch = placed.batch
             hidden_TKD = hidden.hidden_TKD if self.noise is None else self.noise(hidden.hidden_TKD, batch)
-            hidden_NBD = self.drafter(hidden_TKD=hidden_TKD, batch=batch, embedding_VD=embedding_VD, masks=masks)
+            hidden_NBD = self.drafter(hidden_TKD=hidden_TKD, batch=batch, embedding_VD=placed.embedding_VD, masks=placed.masks)
             sums = self.loss(hidden_NBD=hidden_NBD, head_VD=self.ends.head_VD, batch=batch)
         with self.account.state("backward"):
             torch.autograd.backward(sums.loss_sum / denominator)
+        if self.placing is not None:
+            self.placing.used()
         tally.add(sums, bad_rows=bad_rows, context_tokens=column.context_tokens, unique_tokens=column.unique_tokens)
 
-    def _place(self, batch: BlockBatch) -> tuple[BlockBatch, Tensor]:
-        """Batch and embedding on the device; of an embedding kept in host memory, only the rows that the batch reads."""
-        embedding_VD = self.ends.embedding_VD
+    def _place(self, column: PreparedColumn) -> Placed:
+        """A use on the device; of an embedding kept in host memory, only the rows that its batch reads."""
+        if self.placing is not None:
+            assert column.staged is not None, "this step was prepared without staging its arrays"
+            return self.placing.send(column.batch, column.staged)
+        batch, embedding_VD = column.batch, self.ends.embedding_VD
+        masks = self.drafter.make_masks(batch)  # from the CPU batch: reading anchors back would wait for the GPU
         if embedding_VD.device.type != self.device.type:
             batch, rows_UD = embedding_rows(batch, embedding_VD)
             embedding_VD = to_device(rows_UD, device=self.device)
-        return batch_to(batch, device=self.device), embedding_VD
+        return Placed(batch=batch_to(batch, device=self.device), embedding_VD=embedding_VD, masks=masks)
 
 
 @torch.no_grad()

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,76 +35,83 @@ SCALARS = (
 
 @dataclass(frozen=True, slots=True)
 class _Pending:
-    """One step's figures on their way to the host: scalars in the order of `SCALARS`, then hits and supervised by slot."""
+    """One step's figures: scalars in the order of `SCALARS`, then hits and supervised by slot."""
 
     step: int
     epoch: int
     learning_rate: float
     seconds: float
     values: Tensor
-    copied: torch.cuda.Event | None
 
 
 class MetricsRing:
-    """The results of the last steps, on their way to the host. `lag_steps` is how late they are read.
+    """The results of the last steps on a CPU, read `lag_steps` late, as every rank reads a step's flags at the same step.
 
-    On CUDA the copy goes to pinned memory behind an event, and `drain` waits for events of steps `lag_steps` old only,
-    which bounds how far the host runs ahead; every rank reads a step's flags at the same step.
+    On a GPU, `late_metrics.LateMetrics` stands in its place.
     """
+
+    is_late = False
 
     def __init__(self, *, lag_steps: int = 1) -> None:
         self._lag_steps = lag_steps
         self._pending: deque[_Pending] = deque()
 
+    def begin(self) -> None:
+        """A step is about to be made; its time is handed over with its result."""
+
     def push(self, result: StepResult, *, epoch: int, seconds: float) -> None:
-        """Take a step's result in; reads nothing from the device."""
+        """Take a step's result in."""
         scalars = torch.stack([getattr(result, name).to(torch.float32) for name in SCALARS])
         values = torch.cat([scalars, result.hits_per_slot, result.supervised_per_slot])
-        copied = None
-        if values.is_cuda:
-            pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-            values = pinned.copy_(values, non_blocking=True)
-            copied = torch.cuda.Event()
-            copied.record()
         self._pending.append(
-            _Pending(
-                step=result.step,
-                epoch=epoch,
-                learning_rate=result.learning_rate,
-                seconds=seconds,
-                values=values,
-                copied=copied,
-            )
+            _Pending(step=result.step, epoch=epoch, learning_rate=result.learning_rate, seconds=seconds, values=values)
         )
 
     def drain(self, *, all_of_it: bool = False) -> list[StepRecord]:
-        """Records of the steps that are `lag_steps` old, in order; with `all_of_it` also of those just launched."""
+        """Records of the steps that are `lag_steps` old, in order; with `all_of_it` also of those just made."""
         keep = 0 if all_of_it else self._lag_steps
         records = []
         while len(self._pending) > keep:
-            records.append(_read(self._pending.popleft()))
+            pending = self._pending.popleft()
+            named = record_fields(
+                step=pending.step,
+                epoch=pending.epoch,
+                learning_rate=pending.learning_rate,
+                seconds=pending.seconds,
+                values=pending.values.tolist(),
+            )
+            records.append(StepRecord(**named))
         return records
 
+    def forget(self) -> None:
+        """Drop what was pushed so far: it was a rehearsal."""
+        self._pending.clear()
 
-def _read(pending: _Pending) -> StepRecord:
-    if pending.copied is not None:
-        pending.copied.synchronize()
-    values = pending.values.tolist()
-    named = dict(zip(SCALARS, values, strict=False))
+
+def record_fields(*, step: int, epoch: int, learning_rate: float, seconds: float, values: list[float]) -> dict[str, Any]:
+    """The fields of a `StepRecord` from a step's figures on the host: `SCALARS`, then hits and supervised by slot."""
+    named: dict[str, Any] = dict(zip(SCALARS, values, strict=False))
     by_slot = values[len(SCALARS) :]
     half = len(by_slot) // 2
     skipped, stop = not named.pop("finite"), bool(named.pop("stop"))
-    return StepRecord(
-        step=pending.step,
-        epoch=pending.epoch,
-        hits_per_slot=tuple(by_slot[:half]),
-        supervised_per_slot=tuple(by_slot[half:]),
-        skipped=skipped,
-        stop=stop,
-        learning_rate=pending.learning_rate,
-        seconds=pending.seconds,
+    return {
+        "step": step,
+        "epoch": epoch,
+        "hits_per_slot": tuple(by_slot[:half]),
+        "supervised_per_slot": tuple(by_slot[half:]),
+        "skipped": skipped,
+        "stop": stop,
+        "learning_rate": learning_rate,
+        "seconds": seconds,
         **named,
-    )
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class CountedRecord(StepRecord):
+    """A record that brings the run's counts up to and including its step, by name, as the device kept them."""
+
+    totals: Mapping[str, int]
 
 
 @dataclass
@@ -118,7 +127,11 @@ class Counters:
     anchors: int = 0
 
     def count(self, record: StepRecord) -> None:
-        """Add one step."""
+        """Add one step; or take over the device's counts, which have those of steps whose records were dropped."""
+        if isinstance(record, CountedRecord):
+            for name, value in record.totals.items():
+                setattr(self, name, value)
+            return
         self.skipped_steps += record.skipped
         self.bad_in_a_row = self.bad_in_a_row + 1 if record.skipped else 0
         self.bad_rows += int(record.bad_rows)

@@ -6,13 +6,15 @@ Waits for: hidden states of the next planned use. Unblocked by: the transport.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import Literal, Protocol
 
+import torch
+
 from slipstream.config.recipe import OptimizerSection
-from slipstream.observe import Account
+from slipstream.observe import IDLE, Account, StepRecord
 from slipstream.records import Cursor, HiddenPack, StepResult
 from slipstream.trainer.checkpoint import Checkpoint
 from slipstream.trainer.column import ColumnPass
@@ -23,6 +25,7 @@ from slipstream.trainer.optim import FlatAdamW
 from slipstream.trainer.prefetch import PreparedStep, StepPrefetch
 from slipstream.trainer.ranks import RankGroup
 from slipstream.trainer.saving import CheckpointWriter
+from slipstream.trainer.snapshot import Snapshot
 from slipstream.trainer.tally import StepTally
 
 PREPARED_STEPS = 2
@@ -38,6 +41,31 @@ class HiddenSource(Protocol):
 
     def release(self, pack_id: int) -> None:
         """The pack's last use is over: its slot is free."""
+        ...
+
+
+class Metrics(Protocol):
+    """The results of steps on their way to the host: `guard.MetricsRing` on a CPU, `late_metrics.LateMetrics` on a GPU."""
+
+    @property
+    def is_late(self) -> bool:
+        """Whether results arrive by themselves, so that the loop must not ask for all of them before the end."""
+        ...
+
+    def begin(self) -> None:
+        """A step is about to be launched."""
+        ...
+
+    def push(self, result: StepResult, *, epoch: int, seconds: float) -> None:
+        """Take in what a step computed."""
+        ...
+
+    def drain(self, *, all_of_it: bool = False) -> Sequence[StepRecord]:
+        """Records that can be read, in order; `all_of_it` waits for the rest."""
+        ...
+
+    def forget(self) -> None:
+        """It was a rehearsal."""
         ...
 
 
@@ -79,13 +107,17 @@ class Trainer:
         hooks: Sequence[Hook],
         counters: Counters,
         account: Account,
+        metrics: Metrics | None = None,
+        snapshot: Snapshot | None = None,
+        warm_up: Callable[[Trainer], None] | None = None,
     ) -> None:
         self.optimizer, self.source, self.hooks, self.counters = optimizer, source, tuple(hooks), counters
         self.num_steps, self.start_step, self._plan_digest, self._section = num_steps, start_step, plan_digest, section
         self._prepare, self._column_pass, self._group, self._account = prepare, column_pass, group, account
         self._checkpoint_every_steps, self._saving = checkpoint_every_steps, saving
         self._tally = StepTally(optimizer.extra, block_size=block_size)
-        self._ring = MetricsRing()
+        self._ring: Metrics = metrics or MetricsRing()
+        self._snapshot, self._warm_up = snapshot, warm_up
 
     def fit(self, *, stop: Callable[[], bool] = lambda: False) -> FitResult:
         """Train from `start_step` to the end of the plan, or until `stop()`; the state is saved either way.
@@ -95,6 +127,9 @@ class Trainer:
         question came with and one more. Raises `TrainingDiverged`, `CheckpointError`, and whatever the
         transport or a hook raises.
         """
+        if self._warm_up is not None and self.start_step < self.num_steps:
+            with self._account.state("warm_up"):
+                self._warm_up(self)
         for hook in self.hooks:
             hook.on_start(self.start_step)
         done = self.start_step
@@ -102,7 +137,7 @@ class Trainer:
             stack.callback(self._finish_saving)
             steps = range(done, self.num_steps)
             prefetch = stack.enter_context(StepPrefetch(self._prepare, steps=steps, depth=PREPARED_STEPS))
-            for prepared in prefetch:
+            for prepared in self._awaited(prefetch):
                 stopping = self._one_step(prepared, stop=stop)
                 done = prepared.index + 1
                 if stopping:
@@ -112,6 +147,16 @@ class Trainer:
             hook.on_end(done, status)
         return FitResult(step=done, status=status, counters=self.counters)
 
+    def _awaited(self, prefetch: StepPrefetch) -> Iterator[PreparedStep]:
+        """Prepared steps. On a GPU the next one is held back until the device has used up an earlier one's arrays."""
+        steps = iter(prefetch)
+        while True:
+            with self._account.state("wait_gpu" if self._ring.is_late else IDLE):
+                prepared = next(steps, None)
+            if prepared is None:
+                return
+            yield prepared
+
     def _one_step(self, prepared: PreparedStep, *, stop: Callable[[], bool]) -> bool:
         """A step and its side jobs. Returns whether to stop."""
         if self._saving is not None:
@@ -119,13 +164,15 @@ class Trainer:
         for hook in self.hooks:
             hook.before_step(prepared.index)
         began = time.perf_counter()
+        self._ring.begin()
         result = self.train_step(prepared, stop_asked=self._group is not None and stop())
         self._ring.push(result, epoch=prepared.epoch, seconds=time.perf_counter() - began)
         done = prepared.index + 1
         due = done % self._checkpoint_every_steps == 0 or done == self.num_steps
-        records = self._ring.drain(all_of_it=due)
+        whole = done == self.num_steps or (due and not self._ring.is_late)
+        records = list(self._ring.drain(all_of_it=whole))
         stopping = stop() if self._group is None else any(record.stop for record in records)
-        if stopping and not due:
+        if stopping:
             records += self._ring.drain(all_of_it=True)
         with self._account.state("hooks"):
             for hook in self.hooks:
@@ -134,38 +181,52 @@ class Trainer:
             self._checkpoint(done)
         return stopping
 
+    def rehearse(self, prepared: PreparedStep, *, source: HiddenSource) -> None:
+        """A step as any other, except that it changes nothing: not weights, moments nor counts."""
+        self._ring.begin()
+        result = self._train_step(prepared, source=source, stop_asked=False, rehearsal=True)
+        self._ring.push(result, epoch=prepared.epoch, seconds=0.0)
+        self._ring.forget()
+
     def train_step(self, prepared: PreparedStep, *, stop_asked: bool = False) -> StepResult:
         """Gradients of all columns of all ranks, then one update."""
+        return self._train_step(prepared, source=self.source, stop_asked=stop_asked, rehearsal=False)
+
+    def _train_step(self, prepared: PreparedStep, *, source: HiddenSource, stop_asked: bool, rehearsal: bool) -> StepResult:
         optimizer, tally, account = self.optimizer, self._tally, self._account
         optimizer.zero_grad()
         if stop_asked:
             tally.ask_to_stop()
         for column in prepared.columns:
             with account.state("wait_input"):
-                hidden = self.source.take(column.use.pack_id)
+                hidden = source.take(column.use.pack_id)
             self._column_pass(hidden, column, denominator=prepared.denominator, tally=tally)
             if column.use.is_last:
-                self.source.release(column.use.pack_id)
+                source.release(column.use.pack_id)
         if self._group is not None:
+            optimizer.clear_stale()
             with account.state("wait_peer"):
                 self._group.all_reduce_sum(optimizer.reduced)
         rate = learning_rate(step=prepared.index, num_steps=self.num_steps, optimizer=self._section)
         with account.state("optimizer"):
-            norm, good = optimizer.step(learning_rate=rate, finite=tally.finite())
+            if self._snapshot is not None:
+                self._snapshot.before_update()
+            finite = torch.zeros_like(tally.finite()) if rehearsal else tally.finite()
+            norm, good = optimizer.step(learning_rate=rate, finite=finite)
         return tally.result(step=prepared.index, gradient_norm=norm, finite=good, learning_rate=rate)
 
     def _checkpoint(self, done: int) -> None:
         if self._saving is None:
             return
+        writer, cursor = self._saving.writer, Cursor(step=done, plan_digest=self._plan_digest)
+        acceptance = self._saving.acceptance_at(done)
         with self._account.state("checkpoint"):
-            self._saving.writer.save(
-                Checkpoint(
-                    cursor=Cursor(step=done, plan_digest=self._plan_digest),
-                    state=self.optimizer.state(),
-                    counters=asdict(self.counters),
-                    acceptance_length=self._saving.acceptance_at(done),
-                )
-            )
+            if self._snapshot is None:
+                counters, state = asdict(self.counters), self.optimizer.state()
+                writer.save(Checkpoint(cursor=cursor, state=state, counters=counters, acceptance_length=acceptance))
+            else:
+                writer.wait()  # for the disk, if it still holds the snapshot's memory
+                writer.save(self._snapshot.take(cursor=cursor, acceptance_length=acceptance))
         for hook in self.hooks:
             hook.on_checkpoint(done)
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from slipstream.records import BlockBatch, Pack, Step, Use
+from slipstream.trainer.metadata import StagedArrays
 
 
 class Planner(Protocol):
@@ -28,12 +29,16 @@ class Planner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PreparedColumn:
-    """One use of this rank, ready to compute on but for its hidden states. Token counts are real tokens of the pack."""
+    """One use of this rank, ready to compute on but for its hidden states. Token counts are real tokens of the pack.
+
+    `batch` is on the CPU; on its way to a GPU its arrays are `staged` as well.
+    """
 
     use: Use
     batch: BlockBatch
     context_tokens: int
     unique_tokens: int
+    staged: StagedArrays | None = None
 
 
 @dataclass(frozen=True, slots=True)

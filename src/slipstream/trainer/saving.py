@@ -31,8 +31,11 @@ class CheckpointWriter:
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
 
-    def save(self, checkpoint: Checkpoint) -> None:
-        """Start to write; waits only for the one before. Raises what went wrong with that, usually `CheckpointError`."""
+    def save(self, checkpoint: Checkpoint | Callable[[], Checkpoint]) -> None:
+        """Start to write; waits only for the one before. Raises what went wrong with that, usually `CheckpointError`.
+
+        A callable is called by the writing thread, and may wait there for the checkpoint to arrive from a GPU.
+        """
         self.wait()
         self._thread = threading.Thread(target=self._run, args=(checkpoint,), name="checkpoint", daemon=False)
         self._thread.start()
@@ -50,11 +53,12 @@ class CheckpointWriter:
             self._thread = None
         self.check()
 
-    def _run(self, checkpoint: Checkpoint) -> None:
+    def _run(self, checkpoint: Checkpoint | Callable[[], Checkpoint]) -> None:
         self._error = _caught(lambda: self._write(checkpoint))
 
-    def _write(self, checkpoint: Checkpoint) -> None:
-        write_checkpoint(checkpoint, folder=self._folder, identity=self._identity, versions=versions())
+    def _write(self, checkpoint: Checkpoint | Callable[[], Checkpoint]) -> None:
+        whole = checkpoint if isinstance(checkpoint, Checkpoint) else checkpoint()
+        write_checkpoint(whole, folder=self._folder, identity=self._identity, versions=versions())
         keep_checkpoints(self._folder, keep=self._keep)
 
 

@@ -1,0 +1,129 @@
+"""What training on a GPU has beside training on a CPU: staged arrays, late metrics, snapshots, warm-up and its watch.
+
+`build_trainer` opens one where the device has streams. T context tokens, K taps, D hidden, N anchors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from slipstream.config.drafter_shape import DrafterShape
+from slipstream.config.recipe import Recipe
+from slipstream.drafter import DFlashDrafter
+from slipstream.drafter.mask_arrays import mask_arrays, masks_over
+from slipstream.observe import MetricLog
+from slipstream.records import BlockBatch, Pack, Use
+from slipstream.trainer.column import FrozenEnds
+from slipstream.trainer.guard import Counters
+from slipstream.trainer.lanes import Lanes
+from slipstream.trainer.late_metrics import LateMetrics
+from slipstream.trainer.late_work import LateWork, WorkCounter
+from slipstream.trainer.loop import PREPARED_STEPS, Trainer
+from slipstream.trainer.optim import FlatAdamW
+from slipstream.trainer.placing import StagedPlacing
+from slipstream.trainer.prefetch import PreparedColumn, PreparedStep
+from slipstream.trainer.snapshot import Snapshot
+from slipstream.trainer.warmup import MadeUpSource, Mode, WarmUpReport, made_up_use, warm_up
+
+SLOT_TYPES: Mapping[str, torch.dtype] = {"float32": torch.float32}
+"""Types of hidden states that are not bfloat16, by `target.dtype`."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineParts:
+    """What the engine is built from: `make_batch` builds a use's blocks; `num_columns` are this rank's own.
+
+    `validate` measures as training will; none where this rank measures nothing, or has measured by the time training starts.
+    """
+
+    recipe: Recipe
+    shape: DrafterShape
+    drafter: DFlashDrafter
+    ends: FrozenEnds
+    device: torch.device
+    target_fingerprint: str
+    num_columns: int
+    is_alone: bool
+    saves: bool
+    log: MetricLog | None
+    make_batch: Callable[[Pack, Use], BlockBatch]
+    validate: Callable[[], object] | None
+    optimizer: FlatAdamW
+    counters: Counters
+    start_step: int
+
+
+class Engine:
+    """Owns the persistent memory and the events of one rank's training on a GPU."""
+
+    def __init__(self, lanes: Lanes, work: WorkCounter, parts: EngineParts) -> None:
+        self._lanes, self._parts = lanes, parts
+        self._largest = self._made_up(parts.recipe.plan.pack_anchors)
+        self.placing = StagedPlacing(
+            lanes,
+            embedding_VD=parts.ends.embedding_VD,
+            is_remote=parts.ends.embedding_VD.device.type != parts.device.type,
+            mask_arrays=partial(mask_arrays, parts.drafter),
+            masks_over=partial(masks_over, parts.drafter),
+            largest=self._largest.batch,
+            # steps in the queue, the one that waits to be put, and the one that the loop is in
+            num_slots=(PREPARED_STEPS + 2) * parts.num_columns,
+        )
+        self.metrics = LateMetrics(
+            lanes,
+            block_size=parts.shape.block_size,
+            counters=parts.counters,
+            device=parts.device,
+            together=not parts.is_alone,
+        )
+        self.snapshot = Snapshot(lanes, optimizer=parts.optimizer, totals=self.metrics.totals) if parts.saves else None
+        self.late_work = LateWork(work=work, report=self._read_report, log=parts.log)
+        self._report: WarmUpReport | None = None
+
+    def warm_up(self, trainer: Trainer) -> None:
+        """Every mode that training will use: steps of the largest and of the smallest use, and no gradient at all."""
+        parts = self._parts
+        dtype = SLOT_TYPES.get(parts.recipe.target.dtype, torch.bfloat16)
+        size = (parts.recipe.plan.pack_tokens, parts.shape.num_taps, parts.shape.hidden_size)
+        hidden_TKD = torch.zeros(size, dtype=dtype, device=parts.device)
+        source = MadeUpSource(hidden_TKD, target_fingerprint=parts.target_fingerprint)
+        modes = [
+            Mode("train, largest", lambda: self._rehearse(trainer, self._largest, source=source)),
+            Mode("train, smallest", lambda: self._rehearse(trainer, self._made_up(1), source=source)),
+            Mode("no gradient", lambda: self._without_gradient(hidden_TKD)),
+        ]
+        if parts.validate is not None:
+            modes.append(Mode("validation", parts.validate))
+        self._report = warm_up(modes, finish=self._lanes.finish, give_back=self._lanes.give_back)
+
+    def _read_report(self) -> WarmUpReport:
+        assert self._report is not None, "training starts before warm-up"
+        return self._report
+
+    def _made_up(self, num_valid: int) -> PreparedColumn:
+        plan = self._parts.recipe.plan
+        pack, use = made_up_use(
+            pack_tokens=plan.pack_tokens,
+            pack_anchors=plan.pack_anchors,
+            block_size=self._parts.shape.block_size,
+            num_valid=num_valid,
+            step=self._parts.start_step,
+        )
+        return PreparedColumn(use=use, batch=self._parts.make_batch(pack, use), context_tokens=pack.num_tokens, unique_tokens=0)
+
+    def _rehearse(self, trainer: Trainer, column: PreparedColumn, *, source: MadeUpSource) -> None:
+        step = PreparedStep(index=self._parts.start_step, epoch=0, denominator=1.0, columns=(column,))
+        trainer.rehearse(self.placing.stage(step), source=source)
+
+    @torch.no_grad()
+    def _without_gradient(self, hidden_TKD: torch.Tensor) -> None:
+        step = PreparedStep(index=self._parts.start_step, epoch=0, denominator=1.0, columns=(self._largest,))
+        (column,) = self.placing.stage(step).columns
+        assert column.staged is not None
+        placed = self.placing.send(column.batch, column.staged)
+        self._parts.drafter(hidden_TKD=hidden_TKD, batch=placed.batch, embedding_VD=placed.embedding_VD, masks=placed.masks)
+        self.placing.used()

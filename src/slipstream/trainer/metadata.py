@@ -1,0 +1,139 @@
+"""What the CPU knows of a use (tokens, positions, masks) on its way to the GPU: one persistent slot and one copy for each.
+
+Waits for: a slot whose last copy is done, in the thread that prepares steps. Unblocked by: the side stream. The loop itself
+only launches copies; they run ahead of the computation by as many uses as there are device buffers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slipstream.trainer.lanes import Lanes
+
+ALIGNMENT_BYTES = 128
+"""Where arrays start in a slot: kernels are compiled anew for pointers that are less aligned."""
+
+DEVICE_BUFFERS = 3
+"""Uses whose arrays are on the device at once: one computes, one is there, one arrives."""
+
+Arrays = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class _Field:
+    start: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def stop(self) -> int:
+        return self.start + math.prod(self.shape) * self.dtype.itemsize
+
+    def view(self, memory: Tensor, length: int) -> Tensor:
+        """The first `length` rows of the array."""
+        whole = memory[self.start : self.stop].view(self.dtype).view(self.shape)
+        return whole if length == self.shape[0] else whole[:length]
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayLayout:
+    """Where named arrays lie in a piece of memory. Later ones have the same types and shapes; the first axis may be shorter."""
+
+    fields: Mapping[str, _Field]
+    nbytes: int
+
+    @classmethod
+    def of(cls, arrays: Arrays) -> ArrayLayout:
+        """A layout with room for these, the largest that there will be."""
+        fields, start = {}, 0
+        for name, array in arrays.items():
+            field = _Field(start=start, dtype=array.dtype, shape=tuple(array.shape))
+            assert field.shape, f"{name} is a scalar: a number that the CPU knows travels as an argument"
+            fields[name] = field
+            start = -(-field.stop // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        return cls(fields=fields, nbytes=start)
+
+    def check(self, arrays: Arrays) -> None:
+        """Assert that arrays fit."""
+        assert arrays.keys() == self.fields.keys(), f"arrays {sorted(arrays.keys() ^ self.fields.keys())} come or went"
+        for name, array in arrays.items():
+            field = self.fields[name]
+            fits = array.dtype == field.dtype and array.shape[1:] == field.shape[1:] and len(array) <= field.shape[0]
+            assert fits, f"{name} is {array.dtype} {tuple(array.shape)}, its slot {field.dtype} {field.shape}"
+
+    def views(self, memory: Tensor, lengths: Mapping[str, int]) -> dict[str, Tensor]:
+        """All arrays in a piece of memory, each cut to its length."""
+        return {name: field.view(memory, lengths[name]) for name, field in self.fields.items()}
+
+
+class _HostSlot:
+    """Page-locked memory for one use. `sent` is recorded behind its copy; `waiting` while it is filled and not yet sent."""
+
+    def __init__(self, lanes: Lanes, nbytes: int) -> None:
+        self.memory, self.sent, self.waiting = lanes.pinned(nbytes), lanes.event(), False
+
+
+class _DeviceBuffer:
+    """Device memory for one use: `ready` is recorded behind the copy, `used` behind the last kernel that reads it."""
+
+    def __init__(self, lanes: Lanes, nbytes: int) -> None:
+        self.memory, self.ready, self.used = lanes.buffer(nbytes), lanes.event(), lanes.event()
+
+
+@dataclass(frozen=True, slots=True)
+class StagedArrays:
+    """Arrays of one use in a host slot."""
+
+    slot: _HostSlot
+    lengths: Mapping[str, int]
+
+
+class MetadataRing:
+    """Slots for the arrays of uses: `num_slots` on the host, `DEVICE_BUFFERS` on the device, taken in turn.
+
+    `stage` is called by the thread that prepares, `send` and `used` by the loop, in the same order of uses. There are more
+    slots than uses that are staged and not sent, so that only a copy still running can make `stage` wait.
+    """
+
+    def __init__(self, lanes: Lanes, *, layout: ArrayLayout, num_slots: int) -> None:
+        self._lanes, self._layout = lanes, layout
+        self._slots = [_HostSlot(lanes, layout.nbytes) for _ in range(num_slots)]
+        self._buffers = [_DeviceBuffer(lanes, layout.nbytes) for _ in range(DEVICE_BUFFERS)]
+        self._staged = self._sent = 0
+        self._current: _DeviceBuffer | None = None
+
+    def stage(self, arrays: Arrays) -> StagedArrays:
+        """Put arrays in the next slot. Sleeps while the slot's last copy is under way."""
+        self._layout.check(arrays)
+        slot = self._slots[self._staged % len(self._slots)]
+        self._staged += 1
+        assert not slot.waiting, f"more than {len(self._slots)} uses are staged"
+        self._lanes.adopt_thread()
+        slot.sent.synchronize()
+        lengths = {name: len(array) for name, array in arrays.items()}
+        for name, view in self._layout.views(slot.memory, lengths).items():
+            view.copy_(arrays[name])
+        slot.waiting = True
+        return StagedArrays(slot=slot, lengths=lengths)
+
+    def send(self, staged: StagedArrays) -> dict[str, Tensor]:
+        """The arrays on the device, valid for what is launched from here to `used`. Waits for nothing."""
+        assert self._current is None, "the use before this one is still being launched"
+        slot, buffer = staged.slot, self._buffers[self._sent % DEVICE_BUFFERS]
+        self._sent += 1
+        self._lanes.copy([(buffer.memory, slot.memory)], after=buffer.used, then=[buffer.ready, slot.sent])
+        slot.waiting = False
+        self._lanes.hold(buffer.ready)
+        self._current = buffer
+        return self._layout.views(buffer.memory, staged.lengths)
+
+    def used(self) -> None:
+        """The backward pass of the use that was sent last has been launched: its buffer may be overwritten behind it."""
+        assert self._current is not None, "nothing was sent"
+        self._lanes.mark(self._current.used)
+        self._current = None
