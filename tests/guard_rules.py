@@ -43,11 +43,16 @@ SIZE_EXCEPTIONS: Mapping[str, str] = {}
 """`file` or `file:function`, and the reason why it is longer."""
 
 SYNCHRONISING = ("item", "cpu", "tolist", "nonzero", "synchronize", "is_nonzero", "numpy")
-HOT = ("trainer/loop.py", "drafter/*.py", "objective/*.py", "target/huggingface.py", "target/capture.py")
+TARGET_ENGINE = (
+    "target/engine.py", "target/frame.py", "target/kernels.py", "target/elementwise.py",
+    "target/fused.py", "target/attention.py", "target/delta_net.py",
+)  # fmt: skip
+HOT = ("trainer/loop.py", "drafter/*.py", "objective/*.py", "target/huggingface.py", "target/capture.py", *TARGET_ENGINE)
 NOT_HOT = ("drafter/blocks.py", "objective/reference.py")
 """blocks.py is NumPy on the CPU; reference.py is the naive loss that tests compare with."""
 SYNC_EXCEPTIONS: Mapping[str, str] = {
     "drafter/dflash.py:make_masks": "reads anchors of a batch on the CPU; the loop makes masks before the batch moves",
+    "drafter/mask_arrays.py:mask_arrays": "reads anchors of a batch that it asserts to be on the CPU",
 }
 """`file:function`, and the reason why a synchronising call in it costs nothing."""
 

@@ -13,6 +13,7 @@ from slipstream.errors import PreflightError
 
 if TYPE_CHECKING:
     from slipstream.launch.bench import Ceilings, DrafterBench
+    from slipstream.launch.bench.target import TargetFigures
 
 
 class Kind(StrEnum):
@@ -20,10 +21,13 @@ class Kind(StrEnum):
 
     CEILINGS = "ceilings"
     DRAFTER = "drafter"
+    TARGET = "target"
 
 
 def bench(
-    kind: Annotated[Kind, typer.Argument(help="ceilings: matrix product and copy alone; drafter: a training step.")],
+    kind: Annotated[
+        Kind, typer.Argument(help="ceilings: matrix product and copy alone; drafter: a training step; target: a pack.")
+    ],
     shape: Annotated[
         str, typer.Option(help="Target whose drafter is measured: qwen3.6-27b, qwen3-8b or smollm2.")
     ] = "qwen3.6-27b",
@@ -32,7 +36,9 @@ def bench(
     anchors: Annotated[int, typer.Option(help="Anchors of a pack.")] = 1024,
     packs: Annotated[int, typer.Option(help="Packs of a step.")] = 1,
     chunk_rows: Annotated[int, typer.Option(help="Rows of logits held at once.")] = 3328,
-    steps: Annotated[int, typer.Option(help="Timed steps.")] = 12,
+    steps: Annotated[int, typer.Option(help="Timed steps, or forwards of the target.")] = 12,
+    tokens: Annotated[int, typer.Option(help="Tokens of the target's pack.")] = 16384,
+    layers: Annotated[int | None, typer.Option(help="Only so many layers of the target; else up to its last tap.")] = None,
     sweep: Annotated[bool, typer.Option(help="Time the loss's products at several chunk sizes first.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
 ) -> None:
@@ -71,9 +77,23 @@ def bench(
         found["ratio"] = result.tflops / ceilings.matmul_tflops
         show.drafter(result, ceilings=ceilings)
         failed = any(result.growth.values()) or any(result.calls.values())
+    if kind is Kind.TARGET:
+        figures = _measure_target(shape=shape, tokens=tokens, layers=layers, ceilings=ceilings, repeats=steps, show=show)
+        found |= {"target": asdict(figures), "ratio": figures.ratio}
+        failed = any(figures.growth.values()) or any(figures.waiting_calls.values()) or figures.synchronised != "never"
     if as_json:
         typer.echo(json.dumps(found))
     raise typer.Exit(1 if failed else 0)
+
+
+def _measure_target(
+    *, shape: str, tokens: int, layers: int | None, ceilings: Ceilings, repeats: int, show: _Quiet
+) -> TargetFigures:
+    from slipstream.launch.bench.target import measure_target
+
+    figures = measure_target(shape=shape, pack_tokens=tokens, layers=layers, ceilings=ceilings, repeats=repeats, say=show.line)
+    show.target(figures, ceilings=ceilings)
+    return figures
 
 
 class _Quiet:
@@ -87,6 +107,9 @@ class _Quiet:
 
     def drafter(self, found: DrafterBench, *, ceilings: Ceilings) -> None:
         """A step's."""
+
+    def target(self, found: TargetFigures, *, ceilings: Ceilings) -> None:
+        """A pack's."""
 
 
 class _Tables(_Quiet):
@@ -113,6 +136,16 @@ class _Tables(_Quiet):
             table.add_row(label, text)
         Console(highlight=False, width=120).print(table)
 
+    def target(self, found: TargetFigures, *, ceilings: Ceilings) -> None:
+        """A pack's."""
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table(title=f"target, {found.shape}", title_justify="left", show_header=False)
+        for label, text in _target_rows(found, ceilings=ceilings):
+            table.add_row(label, text)
+        Console(highlight=False, width=120).print(table)
+
 
 def _rows(found: DrafterBench, *, ceilings: Ceilings) -> list[tuple[str, str]]:
     grown = ", ".join(f"{name} {value}" for name, value in found.growth.items())
@@ -133,4 +166,23 @@ def _rows(found: DrafterBench, *, ceilings: Ceilings) -> list[tuple[str, str]]:
         ("waiting calls in a trace", calls),
         ("warm-up", f"{found.warmup_seconds:.1f} s; loss {found.loss:.4f}; {found.parameters} parameters"),
         *((f"  {name}", f"{spent:.2f} ms") for name, spent in found.kernels.items()),
+    ]
+
+
+def _target_rows(found: TargetFigures, *, ceilings: Ceilings) -> list[tuple[str, str]]:
+    grown = ", ".join(f"{name} {value}" for name, value in found.growth.items())
+    return [
+        ("layers", f"{found.layers} ({found.layer_code}), taps {', '.join(map(str, found.taps))}"),
+        ("ms a pack", f"{found.milliseconds:.1f} (median), {found.fastest_milliseconds:.1f} (fastest)"),
+        ("tokens", f"{found.real_tokens:.0f} of {found.pack_tokens}; {found.tokens_per_second:.0f} a second"),
+        ("useful TFLOP/s", f"{found.useful_tflops:.0f}, {found.matrix_parameters / 1e9:.2f} B parameters"),
+        (
+            "of the ceiling",
+            f"{found.ratio:.3f}, {found.useful_tflops / ceilings.sustained_tflops:.3f} of the sustained",
+        ),
+        ("memory, GiB", f"peak {found.peak_gib:.2f}"),
+        ("after warm-up", f"{grown}; waits {found.synchronised}"),
+        ("warm-up", f"built {found.build_seconds:.1f} s, first forward {found.first_forward_seconds:.1f} s"),
+        ("waiting calls in a trace", ", ".join(f"{name} {count}" for name, count in found.waiting_calls.items()) or "none"),
+        *((f"  {name}", f"{spent:.2f} ms") for name, spent in found.kernels.items() if spent),
     ]

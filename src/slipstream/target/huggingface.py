@@ -26,6 +26,9 @@ from slipstream.target.loading import decoder_layers, load_decoder, load_full
 
 __all__ = ["HuggingFaceTarget", "load_full", "load_target"]
 
+WARM_UP_TOKENS = 8192
+"""Size of the first forward on a GPU where the plan's is not known."""
+
 HISTORY_ROPE = ("dynamic", "longrope")
 """Rotary embeddings that change with the longest sequence of a forward: above their original length, a document's hidden
 states would depend on what else is in the pack."""
@@ -127,12 +130,15 @@ class HuggingFaceTarget:
         tensor = torch.from_numpy(array)
         return tensor if self._device.type == "cpu" else tensor.pin_memory().to(self._device, non_blocking=True)
 
+    def accepts(self, pack: Pack) -> bool:
+        """Whether the target's rotary embedding treats every document of the pack alone."""
+        return self._longest is None or _longest_of(pack) <= self._longest
+
     def _refuse_long_documents(self, pack: Pack) -> None:
-        longest = int(pack.position_ids[: pack.num_tokens].max(initial=0)) + 1
-        if self._longest is not None and longest > self._longest:
+        if not self.accepts(pack):
             raise TargetError(
                 key="max_document_tokens",
-                value=longest,
+                value=_longest_of(pack),
                 rule=f"this target changes its rotary embedding beyond {self._longest} tokens, for every document of the pack",
                 hint=f"prepare the corpus with documents of at most {self._longest} tokens",
             )
@@ -146,12 +152,15 @@ def load_target(
     device: str = "cpu",
     packing: str = "auto",
     last_hidden: bool = False,
+    pack_tokens: int | None = None,
 ) -> HuggingFaceTarget:
     """Load a target up to its last tapped layer (whole, with its final norm, for `last_hidden`) and settle how it packs.
 
     `dtype` "bfloat16" or "float32"; `packing` "auto", "packed", "padded" or "alone". A packing is only accepted after a probe
     found that documents do not change each other by a single bit; "auto" takes the first that passes. On a GPU a bfloat16
-    target runs on the packed kernels, or not at all; float32 runs as transformers has it, everywhere. Raises `TargetError`.
+    target runs on the packed kernels, or not at all; float32 runs as transformers has it, everywhere. There
+    the probe is also the warm-up, so give it the plan's `pack_tokens`: kernels are compiled for that size, and tuned at it.
+    Raises `TargetError`.
     """
     taps = list(tap_layers)
     if not taps or taps != sorted(set(taps)) or taps[0] < 0 or taps[-1] > info.num_layers - 2:
@@ -172,11 +181,11 @@ def load_target(
         fingerprint=fingerprint_target(info),
         kernels=cuda_kernels(hybrid=info.is_hybrid) if on_gpu else None,
     )
-    target.packing = _settle_packing(target, asked=packing)
+    target.packing = _settle_packing(target, asked=packing, pack_tokens=pack_tokens)
     return target
 
 
-def _settle_packing(target: HuggingFaceTarget, *, asked: str) -> Packing:
+def _settle_packing(target: HuggingFaceTarget, *, asked: str, pack_tokens: int | None) -> Packing:
     if asked == "auto" and target.engine is not None:
         # The engine is for packed rows: if they leak, that is a fault to be told, not to be got around.
         asked = Packing.PACKED.value
@@ -187,7 +196,7 @@ def _settle_packing(target: HuggingFaceTarget, *, asked: str) -> Packing:
     packing = Packing(asked)
     if packing is Packing.ALONE:
         return packing
-    leak = target.leak(packing=packing)
+    leak = target.leak(packing=packing, pack=_engine_probe(target, pack_tokens=pack_tokens))
     if not leak.isolated:
         carried = target.info.is_hybrid and target.engine is None
         cause = "its linear-attention layers carry their state across them" if carried else "found by a probe"
@@ -198,6 +207,18 @@ def _settle_packing(target: HuggingFaceTarget, *, asked: str) -> Packing:
             hint='use "auto", "padded" or "alone"' if packing is Packing.PACKED else 'use "auto" or "alone"',
         )
     return packing
+
+
+def _engine_probe(target: HuggingFaceTarget, *, pack_tokens: int | None) -> Pack | None:
+    # Triton's tuning keys leave the number of tokens out: what the first forward chooses is kept, so it must be a large one.
+    if target.engine is None:
+        return None
+    pack = probe_pack(vocab_size=target.info.vocab_size, capacity_tokens=pack_tokens or WARM_UP_TOKENS)
+    return pack if target.accepts(pack) else None
+
+
+def _longest_of(pack: Pack) -> int:
+    return int(pack.position_ids[: pack.num_tokens].max(initial=0)) + 1
 
 
 def _longest_document(config: Any) -> int | None:

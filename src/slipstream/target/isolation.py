@@ -71,11 +71,12 @@ def perturb(pack: Pack, *, begin: int, end: int, vocab_size: int) -> Pack:
     return replace(pack, token_ids=token_ids)
 
 
-def probe_pack(*, vocab_size: int) -> Pack:
-    """Three short documents of random tokens, and padding: the pack that is tried when a target is loaded."""
+def probe_pack(*, vocab_size: int, capacity_tokens: int = PROBE_CAPACITY) -> Pack:
+    """Three documents of random tokens, and padding: the pack that is tried when a target is loaded."""
     generator = np.random.default_rng(0)
-    documents = [generator.integers(0, vocab_size, size=length).astype(np.int32) for length in PROBE_LENGTHS]
-    return pack_documents(documents, capacity_tokens=PROBE_CAPACITY)
+    lengths = [length * capacity_tokens // PROBE_CAPACITY for length in PROBE_LENGTHS]
+    documents = [generator.integers(0, vocab_size, size=length).astype(np.int32) for length in lengths]
+    return pack_documents(documents, capacity_tokens=capacity_tokens)
 
 
 def pack_documents(documents: list[Int32Array], *, capacity_tokens: int, loss_masks: list[np.ndarray] | None = None) -> Pack:

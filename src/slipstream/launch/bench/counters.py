@@ -12,6 +12,8 @@ from torch.profiler import ProfilerActivity, profile
 
 GROUPS: Mapping[str, str] = {
     "attention": r"flex_attention|triton_tem|flash|fmha",
+    "delta rule": r"chunk_(?!cat)|recompute_w_u|l2norm",
+    "convolution": r"conv1d",
     "row kernel": r"_row_pass",
     "adamw": r"_adamw",
     "matrix products": r"gemm|nvjet|cutlass|xmma|cublas|splitK",

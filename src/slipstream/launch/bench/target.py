@@ -9,9 +9,8 @@ Shape letters: T tokens of a pack · K tapped layers · D hidden size.
 from __future__ import annotations
 
 import statistics
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,8 @@ from transformers import AutoModel, LlamaConfig, Qwen3_5TextConfig, Qwen3Config
 from slipstream.config import TargetInfo
 from slipstream.config.target_info import spread_taps
 from slipstream.errors import UsageError
-from slipstream.launch.bench.ceilings import measure_ceilings, median_ms
+from slipstream.launch.bench.ceilings import Ceilings, median_ms
+from slipstream.launch.bench.counters import counters, profile_kernels
 from slipstream.records import Pack
 from slipstream.target.huggingface import HuggingFaceTarget
 from slipstream.target.isolation import pack_documents
@@ -89,10 +89,11 @@ TARGETS: Mapping[str, Callable[[], Any]] = {"qwen3.6-27b": qwen36_27b, "qwen3-8b
 
 @dataclass(frozen=True, slots=True)
 class TargetFigures:
-    """What a run measured. Times are medians; `ratio` is `useful_tflops` over `ceiling_tflops`.
+    """What a run measured. `milliseconds` is a median; `ratio` is `useful_tflops` over the machine's single matrix product.
 
-    `pack_tokens` T; `real_tokens` a pack without padding (their mean); `launched` our kernels a forward by kind; `synchronised`
-    whether a capture made the CPU wait; `allocations` device segments and pinned blocks made after warm-up.
+    `pack_tokens` T; `real_tokens` a pack without padding (their mean); `layer_code` whose decoder layers ran; `synchronised`
+    "never", or what made the CPU wait in a capture, `waiting_calls` the same counted in a trace; `growth` memory and
+    compilations after warm-up; `kernels` milliseconds by kind, then of the longest.
     """
 
     shape: str
@@ -105,35 +106,32 @@ class TargetFigures:
     fastest_milliseconds: float
     tokens_per_second: float
     useful_tflops: float
-    ceiling_tflops: float
-    sustained_tflops: float
     ratio: float
     peak_gib: float
     build_seconds: float
     first_forward_seconds: float
     layer_code: str
     synchronised: str
-    allocations: int
-    kernel_shares: tuple[tuple[str, float, float], ...]
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
+    growth: Mapping[str, int]
+    waiting_calls: Mapping[str, int]
+    kernels: Mapping[str, float]
 
 
 def measure_target(
-    *, shape: str, pack_tokens: int, layers: int | None = None, profile: bool = True, say: Say, repeats: int = REPEATS
+    *,
+    shape: str,
+    pack_tokens: int,
+    ceilings: Ceilings,
+    layers: int | None = None,
+    repeats: int = REPEATS,
+    say: Say,
 ) -> TargetFigures:
     """Measure one shape at one pack size on the current CUDA device. `layers`: only so many, the taps spread over them."""
     if shape not in TARGETS:
         raise UsageError(key="--shape", value=shape, rule=f"must be one of {', '.join(TARGETS)}")
-    if not torch.cuda.is_available():
-        raise UsageError(key="--shape", value=shape, rule="a CUDA device is needed, and none is visible")
     config = TARGETS[shape]()
     taps = spread_taps(num_layers=config.num_hidden_layers if layers is None else layers + 2, num_taps=NUM_TAPS)
-    ceilings = measure_ceilings(device=torch.device("cuda"))
     ceiling = ceilings.matmul_tflops
-    say(f"bf16 matrix product: {ceiling:.0f} TFLOP/s, sustained {ceilings.sustained_tflops:.0f}")
     torch.cuda.empty_cache()
     with _Clock() as build:
         target, parameters = build_target(config, taps=taps)
@@ -149,6 +147,7 @@ def measure_target(
     real = statistics.mean(pack.num_tokens for pack in packs)
     tflops, speed = flops / timed.median / 1e9, real / timed.median * 1e3
     say(f"{timed.median:.1f} ms a pack: {speed:.0f} tokens/s, {tflops:.0f} TFLOP/s, ratio {tflops / ceiling:.3f}")
+    kernels, calls = profile_kernels(works[0])
     return TargetFigures(
         shape=shape,
         layers=taps[-1] + 1,
@@ -160,16 +159,15 @@ def measure_target(
         fastest_milliseconds=timed.fastest,
         tokens_per_second=speed,
         useful_tflops=tflops,
-        ceiling_tflops=ceiling,
-        sustained_tflops=ceilings.sustained_tflops,
         ratio=tflops / ceiling,
         peak_gib=timed.peak_gib,
         build_seconds=build.seconds,
         first_forward_seconds=timed.first_seconds,
         layer_code=code,
         synchronised=_synchronises(works[0]),
-        allocations=timed.allocations,
-        kernel_shares=kernel_shares(works[0]) if profile else (),
+        growth=timed.growth,
+        waiting_calls=calls,
+        kernels=kernels,
     )
 
 
@@ -179,7 +177,7 @@ class _Timed:
     fastest: float
     first_seconds: float
     peak_gib: float
-    allocations: int
+    growth: Mapping[str, int]
 
 
 def _time(works: Sequence[Callable[[], object]], *, repeats: int, say: Say) -> _Timed:
@@ -190,7 +188,7 @@ def _time(works: Sequence[Callable[[], object]], *, repeats: int, say: Say) -> _
     for turn in range(WARM_UPS):
         works[turn % len(works)]()
     torch.cuda.synchronize()
-    before = _allocations()
+    before = counters()
     torch.cuda.reset_peak_memory_stats()
     times = [median_ms(works[turn % len(works)], repeats=1, warmup=0) for turn in range(repeats)]
     return _Timed(
@@ -198,7 +196,7 @@ def _time(works: Sequence[Callable[[], object]], *, repeats: int, say: Say) -> _
         fastest=min(times),
         first_seconds=first.seconds,
         peak_gib=torch.cuda.max_memory_allocated() / 2**30,
-        allocations=_allocations() - before,
+        growth={name: value - before[name] for name, value in counters().items()},
     )
 
 
@@ -265,24 +263,11 @@ def useful_flops(config: Any, *, parameters: int, pack: Pack, layers: int) -> fl
     That is the causal half of both products. The delta rule, the convolution and all that is elementwise count as nothing.
     """
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * layers
-    attentions = sum(kind != "linear_attention" for kind in kinds[:layers])
-    head_size = config.head_dim or config.hidden_size // config.num_attention_heads
-    squares = float(np.square(np.diff(pack.starts).astype(np.float64)).sum())
-    return 2.0 * parameters * pack.num_tokens + 2.0 * attentions * config.num_attention_heads * head_size * squares
-
-
-def kernel_shares(work: Callable[[], object], *, most: int = 15) -> tuple[tuple[str, float, float], ...]:
-    """The kernels that take longest in a piece of work: name, milliseconds, share of all kernels' time. Slows the work down."""
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as trace:
-        work()
-        torch.cuda.synchronize()
-    spent: Counter[str] = Counter()
-    for event in trace.key_averages():
-        spent[event.key] += event.self_device_time_total / 1e3
-    total = sum(spent.values()) or 1.0
-    return tuple((name, milliseconds, milliseconds / total) for name, milliseconds in spent.most_common(most))
+    attentions: int = sum(kind != "linear_attention" for kind in kinds[:layers])
+    head_size = int(config.head_dim or config.hidden_size // config.num_attention_heads)
+    squares: float = float(np.square(np.diff(pack.starts).astype(np.float64)).sum())
+    width: int = config.num_attention_heads * head_size
+    return 2.0 * parameters * pack.num_tokens + 2.0 * attentions * width * squares
 
 
 def _synchronises(work: Callable[[], object]) -> str:
@@ -295,10 +280,6 @@ def _synchronises(work: Callable[[], object]) -> str:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     return "never"
-
-
-def _allocations() -> int:
-    return int(torch.cuda.memory_stats()["num_device_alloc"]) + int(torch.cuda.host_memory_stats()["num_host_alloc"])
 
 
 class _Clock:
