@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
@@ -16,6 +16,14 @@ pytestmark = pytest.mark.gpu
 OBJECTIVE = ObjectiveSection(chunk_rows=64, weight="dpace")
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _forget_compiled() -> Iterator[None]:
+    """Test modules have shapes of their own; a run has few, and fails beyond a limit."""
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
 @pytest.mark.parametrize("attention", ["flex", "sdpa"])
 @pytest.mark.parametrize(("layers", "window"), [(("full", "full"), None), (("sliding", "full"), 9)])
 def test_a_pass_on_cuda_equals_the_cpus_and_never_waits(
@@ -24,7 +32,6 @@ def test_a_pass_on_cuda_equals_the_cpus_and_never_waits(
     case = make_case(lengths=(100, 60, 80), capacity=256, slots=96, block=8, chunk_rows=64)
     shape = make_shape(layer_types=layers, window=window, block=8)
     results = []
-    torch.compiler.reset()  # tests have many shapes; a run has few, and fails beyond a limit
     for device in ("cpu", "cuda"):
         name = attention if device == "cuda" else "sdpa"
         drafter = build_drafter(shape=shape, dtype="float32", device=device, seed=1, attention=name)
