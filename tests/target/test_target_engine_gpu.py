@@ -255,14 +255,15 @@ def test_without_its_kernels_a_target_is_refused(info, kind, monkeypatch):
 
 
 def test_float32_runs_as_transformers_has_it(info, kind):
+    if kind == "hybrid":
+        pytest.skip("transformers would take FLA's kernels, and tune them for fp32: a minute for a path that is not ours")
     target = load_target(info=info, dtype="float32", tap_layers=TAPS, device="cuda", packing="alone")
     assert target.engine is None
     pack = make_pack((60, 30), 128)
     slot = torch.zeros(128, len(TAPS), HIDDEN, device="cuda")
     target.capture(pack, hidden_TKD=slot)
     expected = expected_states(info, pack)
-    allowed = 2e-2 if kind == "hybrid" else 1e-3  # FLA multiplies in tf32
-    assert (slot.cpu() - expected).norm() <= allowed * expected.norm()
+    assert (slot.cpu() - expected).norm() <= 1e-3 * expected.norm()
 
 
 def test_chunk_indices_are_those_of_fla():
