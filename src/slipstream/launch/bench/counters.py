@@ -49,7 +49,8 @@ def profile_kernels(work: Callable[[], object]) -> tuple[dict[str, float], dict[
     for event in trace.key_averages():
         if WAITS.search(event.key):
             calls[event.key] = event.count
-        if event.device_type == DeviceType.CUDA and event.self_device_time_total > 0:
+        is_kernel = event.device_type == DeviceType.CUDA and not event.key.startswith(("##", "Torch-Compiled"))
+        if is_kernel and event.self_device_time_total > 0:
             spent = event.self_device_time_total / 1e3
             group = next((name for name, pattern in GROUPS.items() if re.search(pattern, event.key)), "other")
             groups[group] += spent
