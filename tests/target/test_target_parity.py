@@ -53,7 +53,7 @@ def test_a_tap_that_is_off_by_one_fails(tmp_path, monkeypatch):
 
 
 def test_a_leak_that_the_loader_let_pass_fails(tmp_path, monkeypatch):
-    monkeypatch.setattr(huggingface, "_settle_packing", lambda target, *, asked: Packing.PACKED)
+    monkeypatch.setattr(huggingface, "_settle_packing", lambda target, *, asked, pack_tokens: Packing.PACKED)
     results = check_target(info=save_target(tmp_path, "hybrid"), dtype="float32", tap_layers=TAPS, pack=make_pack())
     assert failures(results) == ["isolation", "isolation, next 8", "packed against alone"]
 
