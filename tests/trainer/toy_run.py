@@ -19,7 +19,7 @@ from slipstream.trainer.guard import Counters, DivergenceGuard
 from slipstream.trainer.hooks import GuardHook, Hook
 from slipstream.trainer.loop import Saving, Trainer
 from slipstream.trainer.optim import FlatAdamW
-from slipstream.trainer.prefetch import prepare_step
+from slipstream.trainer.prefetch import PreparedStep, prepare_step
 from slipstream.trainer.ranks import ColumnShare, RankGroup
 from slipstream.trainer.saving import CheckpointWriter
 from slipstream.trainer.tally import StepTally
@@ -222,6 +222,16 @@ class ToyRun:
         return {name: parameter.detach().clone() for name, parameter in self.drafter.named_parameters()}
 
 
+def _prepare(planner: ToyPlanner, share: ColumnShare) -> Callable[[int], PreparedStep]:
+    return lambda index: prepare_step(
+        planner=planner,
+        index=index,
+        columns=share.columns(planner.num_columns),
+        make_batch=toy_batch,
+        denominator=lambda step: float(step.supervised_per_slot.sum()),
+    )
+
+
 def make_run(
     *,
     num_steps: int,
@@ -242,10 +252,8 @@ def make_run(
     weights: Mapping[str, Tensor] | None = None,
 ) -> ToyRun:
     """Everything wired as `build_trainer` does, with the toys in place of the real parts."""
-    share = share or ColumnShare(rank=0, ranks=1)
-    planner = planner or ToyPlanner(num_columns=num_columns)
-    source = source or ToySource()
-    drafter = ToyDrafter(dtype=dtype)
+    share, source = share or ColumnShare(rank=0, ranks=1), source or ToySource()
+    planner, drafter = planner or ToyPlanner(num_columns=num_columns), ToyDrafter(dtype=dtype)
     optimizer = FlatAdamW(drafter, section=section, num_extra=StepTally.size(B))
     counters, start_step = Counters(), 0
     if resume is not None:
@@ -256,15 +264,8 @@ def make_run(
         optimizer.load_weights(weights)
     recorder, account = Recorder(), Account("drafter-0")
     guard = GuardHook(guard=DivergenceGuard(max_bad_steps=section.max_bad_steps), counters=counters)
-    ends = toy_ends()
     trainer = Trainer(
-        prepare=lambda index: prepare_step(
-            planner=planner,
-            index=index,
-            columns=share.columns(planner.num_columns),
-            make_batch=toy_batch,
-            denominator=lambda step: float(step.supervised_per_slot.sum()),
-        ),
+        prepare=_prepare(planner, share),
         num_steps=num_steps,
         start_step=start_step,
         plan_digest=IDENTITY.plan_digest,
@@ -272,7 +273,7 @@ def make_run(
         source=source,
         column_pass=ColumnPass(
             drafter=drafter,
-            ends=ends,
+            ends=toy_ends(),
             loss=loss,
             noise=None,
             target_fingerprint=FINGERPRINT,

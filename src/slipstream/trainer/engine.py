@@ -96,9 +96,8 @@ class Engine:
             Mode("train, smallest", lambda: self._rehearse(trainer, self._made_up(1), source=source)),
             Mode("no gradient", lambda: self._without_gradient(hidden_TKD)),
         ]
-        if parts.validate is not None:
-            modes.append(Mode("validation", parts.validate))
-        self._report = warm_up(modes, finish=self._lanes.finish, give_back=self._lanes.give_back)
+        then = [Mode("validation", parts.validate)] if parts.validate is not None else []
+        self._report = warm_up(modes, then=then, finish=self._lanes.finish, give_back=self._lanes.give_back)
 
     def _read_report(self) -> WarmUpReport:
         assert self._report is not None, "training starts before warm-up"

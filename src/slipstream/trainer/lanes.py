@@ -1,4 +1,4 @@
-"""The trainer's two streams: the one that computes, and a side stream that only copies; and the memory they copy between.
+"""The trainer's streams: the one that computes, and side streams that only copy; and the memory they copy between.
 
 What crosses between them is persistent, ordered by events that its owner keeps. Tests put `device.stream_model` and plain
 memory in place of `CudaLanes` and run the same code on a CPU, with every access checked.
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from slipstream.device.pinned import PinnedSlots
-from slipstream.device.streams import CudaStreams, Event, Streams
+from slipstream.device.streams import CudaStreams, Event, Stream, Streams
 
 SPAN_BYTES = 1 << 30
 """Slabs are page-locked in pieces of this size, in the background; a copy must not cross a border."""
@@ -47,13 +47,11 @@ class Slab:
 
 
 class Lanes(ABC):
-    """The compute stream of the thread that makes it, and a side stream. Nothing waits but `Event.synchronize` and `finish`."""
+    """The compute stream of the thread that makes it, and side streams. None waits but `Event.synchronize` and `finish`."""
 
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
         self._compute = streams.current()
-        self._side = streams.side("trainer-copies")
-        assert self._side != self._compute, "a side stream that is the compute stream orders nothing"
 
     def adopt_thread(self) -> None:
         """First call of a thread that will wait for events."""
@@ -63,14 +61,19 @@ class Lanes(ABC):
         """A new event, for a slot to own; never recorded, it counts as reached."""
         return self._streams.event()
 
-    def copy(self, pairs: Sequence[Pair], *, after: Event, then: Sequence[Event]) -> None:
-        """On the side stream: wait for `after`, copy, record each of `then`."""
-        self._streams.wait(after, by=self._side)
-        with self._streams.within(self._side):
+    def side(self, name: str) -> Stream:
+        """A new side stream. What must not queue behind a checkpoint has one of its own."""
+        return self._streams.side(name)
+
+    def copy(self, pairs: Sequence[Pair], *, on: Stream, after: Event, then: Sequence[Event]) -> None:
+        """On a side stream: wait for `after`, copy, record each of `then`."""
+        assert on != self._compute, "copies on the compute stream would hold it up"
+        self._streams.wait(after, by=on)
+        with self._streams.within(on):
             for to, of in pairs:
                 self.transfer(to, of)
         for event in then:
-            self._streams.record(event, on=self._side)
+            self._streams.record(event, on=on)
 
     def mark(self, event: Event) -> None:
         """Record an event where the compute stream stands."""
@@ -79,10 +82,6 @@ class Lanes(ABC):
     def hold(self, event: Event) -> None:
         """What is launched on the compute stream from here on runs after the event."""
         self._streams.wait(event, by=self._compute)
-
-    def read_back(self, to: Tensor, of: Tensor) -> None:
-        """Copy a few bytes to page-locked memory on the compute stream itself, behind what computes them."""
-        self.transfer(to, of)
 
     @abstractmethod
     def timed_event(self) -> TimedEvent:

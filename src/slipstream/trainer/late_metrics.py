@@ -1,22 +1,22 @@
 """Results of steps on a GPU, read when they have arrived and never waited for.
 
-A step's figures are copied to a page-locked slot behind the step itself; `drain` reads the slots whose event has been
-reached. The run's counts are kept on the device too and travel with every step's figures, so that a step whose figures had
-to be dropped is still counted, and the guard sees every skipped one.
+A step's figures are copied to a page-locked slot on a side stream, so that the next step does not queue behind the copy;
+`drain` reads the slots whose event has been reached. The run's counts are kept on the device too and travel with every
+step's figures, so that a step whose figures had to be dropped is still counted, and the guard sees every skipped one.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, fields
 
 import torch
 from torch import Tensor
 
 from slipstream.records import StepResult
 from slipstream.trainer.guard import SCALARS, CountedRecord, Counters, record_fields
-from slipstream.trainer.lanes import Lanes, TimedEvent
+from slipstream.trainer.lanes import Lanes
 
 RING_SLOTS = 16
 """Steps whose figures may be under way; the loop runs ahead by fewer, so that none is dropped unless it is stopped hard."""
@@ -27,14 +27,20 @@ GROUP_LAG_STEPS = 2
 COUNTS = tuple(field.name for field in fields(Counters))
 
 
-@dataclass(slots=True)
 class _Slot:
-    values: Tensor
-    began: TimedEvent
-    ended: TimedEvent
-    step: int = 0
-    epoch: int = 0
-    learning_rate: float = 0.0
+    """One step's figures: fp64 on the device and on the host. `began` and `ended` are the step's, `arrived` the copy's."""
+
+    def __init__(self, lanes: Lanes, width: int) -> None:
+        self.computed = lanes.buffer(8 * width).view(torch.float64)
+        self.values = lanes.pinned(8 * width).view(torch.float64)
+        self.began, self.ended = lanes.timed_event(), lanes.timed_event()
+        self.arrived = lanes.event()
+        self.step = self.epoch = 0
+        self.learning_rate = 0.0
+
+    def fill(self, *parts: Tensor) -> None:
+        """Put figures down on the device."""
+        torch.cat(parts, out=self.computed)
 
 
 class LateMetrics:
@@ -57,10 +63,8 @@ class LateMetrics:
         slots: int = RING_SLOTS,
     ) -> None:
         width = len(SCALARS) + 2 * block_size + len(COUNTS)
-        self._lanes, self._together = lanes, together
-        self._slots = [
-            _Slot(lanes.pinned(8 * width).view(torch.float64), lanes.timed_event(), lanes.timed_event()) for _ in range(slots)
-        ]
+        self._lanes, self._side, self._together = lanes, lanes.side("metrics"), together
+        self._slots = [_Slot(lanes, width) for _ in range(slots)]
         self._pending: deque[_Slot] = deque()
         self._begun = 0
         self.dropped = 0
@@ -72,7 +76,7 @@ class LateMetrics:
     def begin(self) -> None:
         """A step is about to be launched."""
         if len(self._pending) == len(self._slots):
-            self._pending.popleft()  # overwritten in stream order: its copy runs before the one that replaces it
+            self._pending.popleft()  # overwritten in the order of the side stream: its copy runs before its successor's
             self.dropped += 1
         self._lanes.mark(self._slots[self._begun % len(self._slots)].began)
 
@@ -84,8 +88,10 @@ class LateMetrics:
         scalars = torch.stack([getattr(result, name).to(torch.float64) for name in SCALARS])
         self._count(dict(zip(SCALARS, scalars.unbind(), strict=True)), supervised=result.supervised_per_slot)
         by_slot = torch.cat([result.hits_per_slot, result.supervised_per_slot]).to(torch.float64)
-        self._lanes.read_back(slot.values, torch.cat([scalars, by_slot, self.totals]))
+        self._lanes.hold(slot.arrived)  # reached long ago, unless the ring is full
+        slot.fill(scalars, by_slot, self.totals)
         self._lanes.mark(slot.ended)
+        self._lanes.copy([(slot.values, slot.computed)], on=self._side, after=slot.ended, then=[slot.arrived])
         slot.step, slot.epoch, slot.learning_rate = result.step, epoch, result.learning_rate
         self._pending.append(slot)
 
@@ -103,10 +109,10 @@ class LateMetrics:
         self.totals.copy_(self._start)
 
     def _may_read(self, slot: _Slot, *, wait: bool) -> bool:
-        if slot.ended.query():
+        if slot.arrived.query():
             return True
         if wait or self._together:
-            slot.ended.synchronize()
+            slot.arrived.synchronize()
             return True
         return False
 

@@ -101,7 +101,7 @@ class MetadataRing:
     """
 
     def __init__(self, lanes: Lanes, *, layout: ArrayLayout, num_slots: int) -> None:
-        self._lanes, self._layout = lanes, layout
+        self._lanes, self._layout, self._side = lanes, layout, lanes.side("metadata")
         self._slots = [_HostSlot(lanes, layout.nbytes) for _ in range(num_slots)]
         self._buffers = [_DeviceBuffer(lanes, layout.nbytes) for _ in range(DEVICE_BUFFERS)]
         self._staged = self._sent = 0
@@ -126,7 +126,7 @@ class MetadataRing:
         assert self._current is None, "the use before this one is still being launched"
         slot, buffer = staged.slot, self._buffers[self._sent % DEVICE_BUFFERS]
         self._sent += 1
-        self._lanes.copy([(buffer.memory, slot.memory)], after=buffer.used, then=[buffer.ready, slot.sent])
+        self._lanes.copy([(buffer.memory, slot.memory)], on=self._side, after=buffer.used, then=[buffer.ready, slot.sent])
         slot.waiting = False
         self._lanes.hold(buffer.ready)
         self._current = buffer

@@ -19,6 +19,9 @@ from slipstream.trainer.optim import FlatAdamW, OptimizerState
 
 FLOAT_BYTES = 4
 
+PIECE_FLOATS = 1 << 24
+"""Floats of one copy: about a millisecond. Other copies off the GPU get their turn between two of them."""
+
 
 class Snapshot:
     """Persistent host memory for the state of `optimizer` and the run's counts `totals` (fp64, on the device).
@@ -27,7 +30,7 @@ class Snapshot:
     """
 
     def __init__(self, lanes: Lanes, *, optimizer: FlatAdamW, totals: Tensor) -> None:
-        self._lanes, self._optimizer, self._totals = lanes, optimizer, totals
+        self._lanes, self._side, self._optimizer, self._totals = lanes, lanes.side("snapshot"), optimizer, totals
         self._flats = (optimizer.master, optimizer.exp_avg, optimizer.exp_avg_sq)
         size = len(optimizer.master)
         self._slab = lanes.slab(FLOAT_BYTES * size * len(self._flats))
@@ -42,7 +45,7 @@ class Snapshot:
         """Launch the copies. What is returned sleeps until they are done and makes the checkpoint: for the writing thread."""
         self._slab.ensure()
         self._lanes.mark(self._reached)
-        self._lanes.copy(self._pairs(), after=self._reached, then=[self._copied])
+        self._lanes.copy(self._pairs(), on=self._side, after=self._reached, then=[self._copied])
         self._pending = True
 
         def arrived() -> Checkpoint:
@@ -64,15 +67,16 @@ class Snapshot:
             self._pending = False
 
     def _pairs(self) -> list[Pair]:
-        """Copies that each stay within a span of the slab, then the two small ones."""
+        """The two small copies, then those of the state, each within a span of the slab and no longer than a piece."""
         pairs: list[Pair] = [(self._good_steps, self._optimizer.good_steps.view(1)), (self._counts, self._totals)]
         size = len(self._optimizer.master)
         for part, flat in enumerate(self._flats):
             for start, stop in self._slab.spans:
                 first = max(start // FLOAT_BYTES - part * size, 0)
                 last = min(stop // FLOAT_BYTES - part * size, size)
-                if first < last:
-                    pairs.append((self._copies[part][first:last], flat[first:last]))
+                for begin in range(first, last, PIECE_FLOATS):
+                    piece = slice(begin, min(begin + PIECE_FLOATS, last))
+                    pairs.append((self._copies[part][piece], flat[piece]))
         return pairs
 
     def _state(self) -> OptimizerState:

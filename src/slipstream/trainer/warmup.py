@@ -36,13 +36,18 @@ class WarmUpReport:
     modes: Mapping[str, float]
 
 
-def warm_up(modes: Sequence[Mode], *, finish: Callable[[], None], give_back: Callable[[], None]) -> WarmUpReport:
-    """Run all modes, the biggest first, twice. `finish` waits for the device, `give_back` frees what is cached and unused."""
+def warm_up(
+    modes: Sequence[Mode], *, then: Sequence[Mode], finish: Callable[[], None], give_back: Callable[[], None]
+) -> WarmUpReport:
+    """Run all `modes`, the biggest first, in two rounds; then those of `then`, which are long and compile little, once.
+
+    `finish` waits for the device, `give_back` frees what is cached and unused.
+    """
     began = time.perf_counter()
     first: dict[str, float] = {}
-    for _ in range(ROUNDS):
+    for number in range(ROUNDS):
         give_back()
-        for mode in modes:
+        for mode in (*modes, *then) if number == ROUNDS - 1 else modes:
             since = time.perf_counter()
             mode.run()
             finish()
