@@ -25,6 +25,7 @@ from slipstream.device.limits import available_memory
 from slipstream.device.shared import SharedMemory
 from slipstream.device.threads import share_threads
 from slipstream.errors import Interrupted, PlanError, PreflightError, WorkerFailed
+from slipstream.launch.allocator import allocator_settings
 from slipstream.launch.lock import RunLock
 from slipstream.launch.planning import RunPlan, open_run_plan, slot_layout, write_schedule
 from slipstream.launch.preflight import Preflight, check_run_folder
@@ -275,14 +276,15 @@ class _Run:
         return share.target if role == "target" else share.drafter
 
     def environment(self, *, role: str, index: int) -> dict[str, str]:
-        """The GPU of a process, by `CUDA_VISIBLE_DEVICES`, and the interface that ranks on one host meet on."""
+        """GPU and allocator settings of a process, or where there is none, the interface that ranks on one host meet on."""
         if self.flight.device == "cpu":
             return {"CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
         processes = [p for p in self.flight.placement.processes if p.role in (role, "colocated")]
         gpu = processes[index].gpu
         assert gpu is not None
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        return {"CUDA_VISIBLE_DEVICES": visible.split(",")[gpu].strip() if visible else str(gpu)}
+        chosen = visible.split(",")[gpu].strip() if visible else str(gpu)
+        return {"CUDA_VISIBLE_DEVICES": chosen, **allocator_settings(role=role, environ=os.environ)}
 
 
 @dataclass(slots=True)

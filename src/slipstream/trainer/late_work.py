@@ -40,15 +40,16 @@ class CudaWork:
 
     `recompiles` are graphs that Dynamo compiles, backward ones too; `triton_compiles` kernels that Triton compiles or loads,
     candidates of its autotuner included; `autotunes` where this Triton reports them itself.
+    `knobs` are Triton's own unless others are given.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, knobs: Any = None) -> None:
         self._device = device
         self._compiled = {"recompiles": 0, "triton_compiles": 0, "autotunes": 0}
         self._names: deque[str] = deque(maxlen=MAX_NAMES)
         self._undo: list[Callable[[], None]] = []
         self._listen_to_dynamo()
-        self._listen_to_triton()
+        self._listen_to_triton(knobs)
 
     def counts(self) -> dict[str, int]:
         """Compiled so far, and allocations asked of the driver so far."""
@@ -85,9 +86,11 @@ class CudaWork:
         callback_handler.register_start_callback(started)
         self._undo.append(lambda: callback_handler.remove_start_callback(started))
 
-    def _listen_to_triton(self) -> None:
-        from triton import knobs  # late: there is no Triton without a GPU
+    def _listen_to_triton(self, knobs: Any) -> None:
+        if knobs is None:
+            import triton  # late: there is none without a GPU
 
+            knobs = triton.knobs
         self._chain(knobs.compilation, kind="triton_compiles")
         if hasattr(knobs.autotuning, "listener"):
             self._chain(knobs.autotuning, kind="autotunes")
