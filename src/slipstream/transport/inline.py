@@ -12,7 +12,8 @@ from slipstream.errors import TransportClosed, TransportError
 from slipstream.records import HiddenPack
 from slipstream.transport.ends import SourceStats, Verify
 from slipstream.transport.ledger import Assignment, Ledger, PackOrder
-from slipstream.transport.shelf import Shelf
+from slipstream.transport.messages import Ready
+from slipstream.transport.shelf import CheckedShelf
 from slipstream.transport.slots import SlotPool
 
 _SELF = "inline"  # the one worker of this ledger
@@ -37,7 +38,7 @@ class InlineTransport:
         max_rejections: int = 3,
     ) -> None:
         self._ledger = Ledger(order, slot_bytes=pool.layout.nbytes)
-        self._shelf = Shelf(pool=pool, verify=verify, max_rejections=max_rejections)
+        self._shelf = CheckedShelf(pool=pool, verify=verify, max_rejections=max_rejections)
         self._pool, self._produce, self._fingerprint = pool, produce, fingerprint
         self._closed = False
 
@@ -86,4 +87,4 @@ class InlineTransport:
         accepted = self._ledger.published(_SELF, assignment)
         assert accepted, f"the ledger does not know {assignment} as in flight"
         kept = self._ledger.kept(assignment.pack_id)
-        self._shelf.put(assignment=assignment, seal=seal, fingerprint=self._fingerprint, kept=kept)
+        self._shelf.put(Ready(assignment=assignment, seal=seal, fingerprint=self._fingerprint, kept=kept))

@@ -7,7 +7,6 @@ slot, whose pack, which generation, and the seal.
 from __future__ import annotations
 
 import contextlib
-import logging
 import threading
 import time
 from collections.abc import Sequence
@@ -15,10 +14,9 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from slipstream.errors import TransportError
 from slipstream.records import HiddenPack
 from slipstream.transport.broker import Broker
-from slipstream.transport.connections import shut_down
+from slipstream.transport.consumer_end import LEFT_HERE, ConsumerEnd, OneTarget
 from slipstream.transport.ends import SourceStats, Verify
 from slipstream.transport.ledger import Assignment
 from slipstream.transport.messages import (
@@ -28,20 +26,15 @@ from slipstream.transport.messages import (
     Leaving,
     NoMore,
     Published,
-    Ready,
     Rejected,
     Released,
     ToBroker,
-    ToConsumer,
     ToProducer,
 )
-from slipstream.transport.shelf import Shelf
+from slipstream.transport.shelf import CheckedShelf
 from slipstream.transport.slots import SlotPool
 
 __all__ = ["Broker", "SharedSink", "SharedSource"]
-
-_LOG = logging.getLogger(__name__)
-_LEFT_HERE = Closed(reason="this end of the transport is closed")
 
 
 class SharedSink:
@@ -54,6 +47,7 @@ class SharedSink:
         self._connection, self._pools, self._fingerprint = connection, pools, fingerprint
         self._closed: Closed | None = None
         self._no_more = False
+        self._sending = threading.Lock()  # `announce` comes from other threads
         self.waiting_seconds = 0.0
 
     def acquire(self) -> Assignment | None:
@@ -89,13 +83,20 @@ class SharedSink:
         seal = self._pools[assignment.rank].seal(assignment.slot, assignment.pack_id, assignment.generation)
         self._send(Published(assignment=assignment, seal=seal, fingerprint=self._fingerprint))
 
+    def announce(self, assignment: Assignment, *, seal: int) -> None:
+        """Hand over a slot that was written and sealed elsewhere. From any thread; if nobody is left to be told, `acquire`,
+        which alone reads from the connection, says why.
+        """
+        with self._sending, contextlib.suppress(OSError):
+            self._connection.send(Published(assignment=assignment, seal=seal, fingerprint=self._fingerprint))
+
     def close(self) -> None:
         """Leave in order; unfinished packs are issued again. Lets go of the pools."""
         if self._connection.closed:
             return
         with contextlib.suppress(OSError):  # nobody is left to say goodbye to
             self._connection.send(Leaving())
-        self._closed = self._closed or _LEFT_HERE
+        self._closed = self._closed or LEFT_HERE
         self._connection.close()
         for pool in self._pools:
             pool.close()
@@ -104,7 +105,8 @@ class SharedSink:
         if self._closed is not None:
             raise self._closed.error()
         try:
-            self._connection.send(message)
+            with self._sending:
+                self._connection.send(message)
         except OSError as error:
             self._closed = self._last_word()
             raise self._closed.error() from error
@@ -138,13 +140,11 @@ class SharedSource:
         verify: Verify = Verify.EACH_TAKE,
         max_rejections: int = 3,
     ) -> None:
-        self._connection, self._pool = connection, pool
-        self._changed = threading.Condition()  # over the shelf and `_closed`
-        self._shelf = Shelf(pool=pool, verify=verify, max_rejections=max_rejections)
-        self._fingerprint: str | None = None
-        self._closed: Closed | None = None
-        self._reader = threading.Thread(target=self._read, name="transport-reader", daemon=True)
-        self._reader.start()
+        self._pool = pool
+        self._changed = threading.Condition()  # over the shelf and the end
+        self._shelf = CheckedShelf(pool=pool, verify=verify, max_rejections=max_rejections)
+        self._target = OneTarget()
+        self._end = ConsumerEnd(connection, changed=self._changed, hear=self._shelf.put)
 
     def take(self, pack_id: int) -> HiddenPack:
         """The pack, its seal checked. What is ready can still be taken after the other side closed; waiting ends then.
@@ -156,16 +156,16 @@ class SharedSource:
                 self._wait_for(pack_id)
                 taken = self._shelf.take(pack_id)
             if isinstance(taken, HiddenPack):
-                self._check_target(taken)
+                self._target.check(taken)
                 return taken
-            self._send(Rejected(pack_id=taken.pack_id, generation=taken.generation))
+            self._end.send(Rejected(pack_id=taken.pack_id, generation=taken.generation))
 
     def release(self, pack_id: int) -> None:
         """The last use is over: the slot may be written again. PeerDied or TransportClosed if nobody can be told."""
         with self._changed:
             self._shelf.release(pack_id)
             waited = self._shelf.waiting_seconds
-        self._send(Released(pack_id=pack_id, waiting_seconds=waited))
+        self._end.send(Released(pack_id=pack_id, waiting_seconds=waited))
 
     def stats(self) -> SourceStats:
         """So far; waiting is the time spent in `take` until the pack was there."""
@@ -174,66 +174,16 @@ class SharedSource:
 
     def close(self) -> None:
         """Leave in order; ends the reader thread and lets go of the pool."""
-        if self._connection.closed:
-            return
         with self._changed:
-            self._closed = _LEFT_HERE
             self._shelf.clear()
-            self._changed.notify_all()
-        with contextlib.suppress(OSError):  # nobody is left to say goodbye to
-            self._connection.send(Leaving())
-        shut_down(self._connection)
-        self._reader.join()
-        self._connection.close()
+        self._end.close()
         self._pool.close()
 
     def _wait_for(self, pack_id: int) -> None:
         started = time.perf_counter()
         try:
             while pack_id not in self._shelf:
-                if self._closed is not None:
-                    raise self._closed.error()
+                self._end.check()
                 self._changed.wait()
         finally:
             self._shelf.waiting_seconds += time.perf_counter() - started
-
-    def _read(self) -> None:
-        """The reader thread: hears what the broker says until the connection ends."""
-        try:
-            while True:
-                self._hear(self._connection.recv())
-        except (EOFError, OSError):
-            last = SUPERVISOR_GONE
-        except Exception as error:  # a thread's border: a reader that died in silence would leave `take` waiting
-            _LOG.exception("the transport reader failed")
-            last = Closed(reason=f"the transport reader failed: {error!r}")
-        with self._changed:
-            self._closed = self._closed or last
-            self._changed.notify_all()
-
-    def _hear(self, message: ToConsumer) -> None:
-        with self._changed:
-            match message:
-                case Ready():
-                    self._shelf.put(
-                        assignment=message.assignment, seal=message.seal, fingerprint=message.fingerprint, kept=message.kept
-                    )
-                case Closed():
-                    self._closed = self._closed or message
-            self._changed.notify_all()
-
-    def _send(self, message: ToBroker) -> None:
-        try:
-            self._connection.send(message)
-        except OSError as error:
-            with self._changed:
-                while self._closed is None:  # the reader is about to say why
-                    self._changed.wait()
-            raise self._closed.error() from error
-
-    def _check_target(self, taken: HiddenPack) -> None:
-        self._fingerprint = self._fingerprint or taken.target_fingerprint
-        if taken.target_fingerprint != self._fingerprint:
-            raise TransportError(
-                f"pack {taken.pack_id} comes from target {taken.target_fingerprint}, those before it from {self._fingerprint}"
-            )

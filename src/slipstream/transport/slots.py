@@ -16,7 +16,7 @@ from slipstream.device.shared import SharedMemory, tensor_over
 from slipstream.transport.layout import ALIGNMENT_BYTES, WORD_BYTES, SlotLayout
 from slipstream.transport.seals import checksum, make_seal
 
-_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 class SlotPool:
@@ -47,7 +47,7 @@ class SlotPool:
 
     @classmethod
     def _over(cls, mapping: mmap.mmap, layout: SlotLayout, num_slots: int) -> SlotPool:
-        dtype = _DTYPES[layout.dtype]
+        dtype = DTYPES[layout.dtype]
         taps = (layout.pack_tokens, layout.num_taps, layout.hidden_size)
         last = (layout.pack_tokens, layout.hidden_size)
         starts = [i * layout.nbytes for i in range(num_slots)]

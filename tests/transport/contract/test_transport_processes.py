@@ -175,7 +175,7 @@ def test_the_other_ranks_learn_which_rank_died(hosts: list[Host]) -> None:
     sink = host.sink("target-0")
     produce_one(sink)
     wait_until(lambda: host.broker.stats().packs.ready == 1)
-    threading.Timer(0.05, shut_down, [sources[1]._connection]).start()  # as the kernel does when its process ends
+    threading.Timer(0.05, shut_down, [sources[1]._end._connection]).start()  # as the kernel does when its process ends
     with pytest.raises(PeerDied, match="drafter-1 died"):
         sources[0].take(2)
     assert torch.equal(sources[0].take(0).hidden_TKD, states_of(0)[0])  # what is there can still be used to end a step
@@ -185,7 +185,7 @@ def test_the_other_ranks_learn_which_rank_died(hosts: list[Host]) -> None:
 def test_a_broker_that_fails_tells_everybody(hosts: list[Host]) -> None:
     hosts.append(host := Host(ring(2, num_slots=2), num_slots=2))
     source, sink = host.source(), host.sink("target-0")
-    source._connection.send(Acquire())  # no consumer says that
+    source._end._connection.send(Acquire())  # no consumer says that
     with pytest.raises(TransportClosed, match=r"the transport broker failed: .*drafter-0 sent Acquire"):
         source.take(0)
     with pytest.raises(TransportClosed, match="the transport broker failed"):
