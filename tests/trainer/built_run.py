@@ -123,7 +123,7 @@ class Built:
         folder.mkdir(exist_ok=True)
         documents = [document(number) for number in range(NUM_DOCUMENTS)]
         self.schedule = make_schedule(index=index_of(documents), plan=recipe.plan, block_size=shape.block_size)
-        planner = Planner(schedule=self.schedule, document=documents.__getitem__)
+        self.planner = planner = Planner(schedule=self.schedule, document=documents.__getitem__)
         self.source = Source(planner, shape=shape, device=device)
         dtype = recipe.drafter.dtype
         self.drafter = build_drafter(shape=shape, dtype=dtype, device=device, seed=recipe.plan.seed, attention=attention)

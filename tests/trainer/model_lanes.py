@@ -128,3 +128,6 @@ class CountedWork:
     def names(self) -> list[str]:
         names, self.compiled = self.compiled, []
         return names
+
+    def close(self) -> None:
+        pass

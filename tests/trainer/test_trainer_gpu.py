@@ -1,147 +1,219 @@
-"""Training on CUDA against training on the CPU: the same losses, nothing touched by what is not finite, no wait in a step."""
+"""On CUDA: steps that neither wait nor allocate, checkpoints and metadata behind events, bad steps, the CPU's own losses."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
+from built_run import SHAPE, Built, make_recipe
+from cuda_trace import WINDOW, TracedSteps, read_trace, thread_ids
+from torch.profiler import ProfilerActivity, profile, record_function
 
-from slipstream.config.recipe import ObjectiveSection, OptimizerSection
-from slipstream.drafter import DFlashDrafter, batch_to, build_drafter
-from slipstream.launch.bench import SHAPES, DrafterWork
-from slipstream.launch.bench.drafter_work import make_columns
-from slipstream.objective import block_loss
-from slipstream.trainer.optim import FlatAdamW
-from slipstream.trainer.prefetch import PreparedColumn
+from slipstream.trainer import build, complete_checkpoints, read_cursor
+from slipstream.trainer.build import Gpu
+from slipstream.trainer.checkpoint import read_checkpoint
+from slipstream.trainer.hooks import Hook
+from slipstream.trainer.lanes import CudaLanes
+from slipstream.trainer.late_work import CudaWork
+from slipstream.trainer.snapshot import Snapshot
 
 pytestmark = pytest.mark.gpu
-SHAPE = dataclasses.replace(
-    SHAPES["smollm2"], num_layers=2, tap_layers=(1, 3), layer_types=("full", "full"), hidden_size=64, intermediate_size=96,
-    num_attention_heads=4, num_key_value_heads=2, head_dim=16, vocab_size=517, mask_token_id=516, initializer_range=0.1,
-)  # fmt: skip
-WORK = DrafterWork(documents=2, document_tokens=128, anchors=64, packs=2, chunk_rows=256)
-OBJECTIVE = ObjectiveSection(chunk_rows=256, weight="dpace")
-SECTION = OptimizerSection(lr=3e-4, weight_decay=0.1)
+
+GPU_SHAPE = dataclasses.replace(SHAPE, hidden_size=64, intermediate_size=128, head_dim=16)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _forget_compiled() -> Iterator[None]:
-    """Test modules have shapes of their own; a run has few, and fails beyond a limit."""
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
+def gpu_run(folder: Path, *, resume: bool = False, gpu: Gpu | None = None, device: str = "cuda", **sections: dict) -> Built:
+    """About 39 steps; packs lie on the device before the first."""
+    base = {"plan": {"epochs": 6}, "validation": {"every_steps": 1000}, "checkpoint": {"every_steps": 8, "keep": 9}}
+    recipe = make_recipe(**{key: {**base.get(key, {}), **sections.get(key, {})} for key in base.keys() | sections.keys()})
+    attention = "flex" if device == "cuda" else "sdpa"
+    run = Built(folder, recipe, resume=resume, shape=GPU_SHAPE, device=device, attention=attention, gpu=gpu)
+    run.source.preload(run.schedule.num_packs)
+    torch.cuda.synchronize()
+    return run
 
 
-class Run:
-    """A drafter, its optimizer and two packs on one device."""
-
-    def __init__(self, *, device: str, dtype: str) -> None:
-        attention = "flex" if device == "cuda" else "sdpa"
-        self.device = device
-        self.drafter: DFlashDrafter = build_drafter(shape=SHAPE, dtype=dtype, device=device, seed=1, attention=attention)
-        self.optimizer = FlatAdamW(self.drafter, section=SECTION)
-        self.columns = make_columns(shape=SHAPE, work=WORK)[0]
-        generator = torch.Generator().manual_seed(2)
-        size = (WORK.documents * WORK.document_tokens, SHAPE.num_taps, SHAPE.hidden_size)
-        self.hidden = [torch.randn(size, generator=generator).to(self.drafter.dtype).to(device) for _ in self.columns]
-        head = torch.randn(SHAPE.vocab_size, SHAPE.hidden_size, generator=generator) * 0.2
-        self.head = head.to(self.drafter.dtype).to(device)
-
-    def loss(self, column: PreparedColumn) -> torch.Tensor:
-        """Mean loss of a pack, with its graph."""
-        masks, batch = self.drafter.make_masks(column.batch), batch_to(column.batch, device=self.device)
-        hidden = self.hidden[column.use.pack_id]
-        blocks = self.drafter(hidden_TKD=hidden, batch=batch, embedding_VD=self.head, masks=masks)
-        sums = block_loss(hidden_NBD=blocks, head_VD=self.head, batch=batch, objective=OBJECTIVE)
-        return sums.loss_sum / column.batch.num_rows / len(self.columns)
-
-    def step(self, *, poison: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Both packs, then an update; the loss and whether it was made."""
-        self.optimizer.zero_grad()
-        total = torch.zeros((), device=self.device)
-        for column in self.columns:
-            loss = self.loss(column)
-            loss.backward()
-            total = total + loss.detach()
-        if poison is not None:
-            self.optimizer.gradient[5] = poison
-        _, good = self.optimizer.step(learning_rate=3e-4, finite=torch.isfinite(total))
-        return total, good
+def weights(run: Built) -> dict[str, torch.Tensor]:
+    return {name: weight.detach().cpu().clone() for name, weight in run.drafter.state_dict().items()}
 
 
-def test_fp32_losses_are_the_cpus_after_fifty_steps() -> None:
-    losses = {device: [run.step()[0].cpu() for _ in range(50)] for device in ("cpu", "cuda") for run in [_run(device)]}
-    assert losses["cpu"][-1] < 0.8 * losses["cpu"][0]
-    torch.testing.assert_close(torch.stack(losses["cuda"]), torch.stack(losses["cpu"]), rtol=1e-3, atol=0)
+def assert_equal_weights(one: Built, two: Built) -> None:
+    for name, weight in weights(one).items():
+        assert torch.equal(weight, weights(two)[name]), name
 
 
-def _run(device: str) -> Run:
-    return Run(device=device, dtype="float32")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_steps_neither_wait_nor_allocate(tmp_path: Path, dtype: str) -> None:
+    run = gpu_run(tmp_path, drafter={"dtype": dtype}, objective={"noise_std": 0.05, "weight": "dpace"})
+    trace_file = tmp_path / "trace.json"
+    traced = TracedSteps(trace_file, first=8, last=32)
+    run.trainer.hooks = (*run.trainer.hooks, traced)
+    result = run.fit()
+    assert result.status == "finished"
+    assert (traced.num_steps, traced.num_checkpoints) == (24, 3)
+    trace = read_trace(trace_file, but=traced.waiters)
+    assert trace.launches > 24 * 20
+    assert trace.forbidden == {}
+    assert trace.pageable == {}
+    late_work = run.trainer.hooks[-2]
+    assert late_work.grown == {}, run.lines("late_work")
+    (warm,) = run.lines("warm_up")
+    assert warm["recompiles"] > 0
+    lines = run.lines("train")
+    assert [line["step"] for line in lines] == list(range(result.step))
+    assert all(0 < line["seconds"] < 5 for line in lines)
+    assert result.counters.skipped_steps == 0
 
 
-def test_bf16_losses_are_the_cpus_when_each_step_starts_from_its_weights() -> None:
-    cpu, cuda = (Run(device=device, dtype="bfloat16") for device in ("cpu", "cuda"))
-    for _ in range(20):
-        cuda.optimizer.load_state(cpu.optimizer.state())
-        wanted, ours = cpu.step()[0], cuda.step()[0]
-        torch.testing.assert_close(ours.cpu(), wanted, rtol=1e-2, atol=0)
+def test_the_trace_sees_what_it_looks_for(tmp_path: Path) -> None:
+    """Without this the test above could pass blind."""
+    values = torch.ones(8, device="cuda")
+    torch.cuda.empty_cache()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace, record_function(WINDOW):
+        values.sum().item()
+        torch.cuda.synchronize()
+        event = torch.cuda.Event()
+        event.record()
+        event.synchronize()
+        torch.ones(1 << 20).to("cuda")
+        torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
+        torch.empty(48 << 20, dtype=torch.uint8, pin_memory=True)
+    trace.export_chrome_trace(str(tmp_path / "trace.json"))
+    found = read_trace(tmp_path / "trace.json", but=set())
+    names = {name.split("_")[0] for name, _ in found.forbidden}
+    assert {"cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize"} <= names, found
+    assert names & {"cudaMalloc", "cuMemCreate"}, found
+    assert names & {"cudaHostAlloc", "cudaHostRegister"}, found
+    assert sum(found.pageable.values()) >= 1, found
+    main = thread_ids("MainThread")
+    assert all(int(thread) in main for _, thread in found.forbidden), found
+    assert read_trace(tmp_path / "trace.json", but=main).forbidden == {}
+
+
+class SlowLanes(CudaLanes):
+    """Every copy on a side stream comes late, a snapshot's a tenth of a second, so that what does not wait overtakes it."""
+
+    def transfer(self, to: torch.Tensor, of: torch.Tensor) -> None:
+        is_state = to.device.type == "cpu" and to.numel() > 1000
+        torch.cuda._sleep(200_000_000 if is_state else 2_000_000)
+        super().transfer(to, of)
+
+
+def slow_gpu() -> Gpu:
+    return Gpu(lanes=SlowLanes(torch.device("cuda")), work=CudaWork(torch.device("cuda")))
+
+
+class StatesAtCheckpoints(Hook):
+    """What a checkpoint must hold, and what it must not: the state after it was taken, with more work on the device."""
+
+    def __init__(self, run: Built) -> None:
+        self.run, self.states = run, {}
+
+    def after_step(self, step: int, records) -> None:
+        if step % 8 == 0:
+            self.states[step] = self.run.trainer.optimizer.state()
+
+
+def differing_checkpoints(run: Built) -> list[int]:
+    watcher = StatesAtCheckpoints(run)
+    run.trainer.hooks = (*run.trainer.hooks, watcher)
+    run.fit()
+    found = []
+    for path in complete_checkpoints(run.checkpoints):
+        step = read_cursor(path).step
+        if step in watcher.states:
+            checkpoint, wanted = read_checkpoint(path, identity=run.trainer._saving.writer._identity), watcher.states[step]
+            same = all(
+                torch.equal(tensor, getattr(checkpoint.state, part)[name])
+                for part in ("master", "exp_avg", "exp_avg_sq")
+                for name, tensor in getattr(wanted, part).items()
+            )
+            same = same and int(checkpoint.state.good_steps) == int(wanted.good_steps) == step
+            if not same:
+                found.append(step)
+    return found
+
+
+def test_late_copies_change_nothing(tmp_path: Path) -> None:
+    plain, slow = gpu_run(tmp_path / "plain"), gpu_run(tmp_path / "slow", gpu=slow_gpu())
+    assert differing_checkpoints(plain) == []
+    assert differing_checkpoints(slow) == []
+    assert_equal_weights(plain, slow)
+    assert [line["loss"] for line in plain.lines("train")] == [line["loss"] for line in slow.lines("train")]
+
+
+def test_a_snapshot_that_nobody_waits_for_is_overtaken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So the test above would notice."""
+    monkeypatch.setattr(Snapshot, "before_update", lambda self: None)
+    assert differing_checkpoints(gpu_run(tmp_path, gpu=slow_gpu())) != []
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("where", ["gradient", "row", "head"])
+def test_exact_resume(tmp_path: Path, dtype: str) -> None:
+    whole = gpu_run(tmp_path / "whole", drafter={"dtype": dtype})
+    whole.fit()
+    first = gpu_run(tmp_path / "parts", drafter={"dtype": dtype})
+    assert first.fit(steps=11).status == "interrupted"
+    second = gpu_run(tmp_path / "parts", resume=True, drafter={"dtype": dtype})
+    assert second.trainer.start_step == 11
+    result = second.fit()
+    assert result.counters == whole.trainer.counters
+    assert_equal_weights(whole, second)
+
+
+class StateAtEachStep(Hook):
+    def __init__(self, run: Built) -> None:
+        self.run, self.states = run, []
+
+    def after_step(self, step: int, records) -> None:
+        self.states.append(self.run.trainer.optimizer.state())
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_what_is_not_finite_touches_nothing(where: str, value: float, dtype: str) -> None:
-    run = Run(device="cuda", dtype=dtype)
-    run.step()
-    weights = [weight.detach().clone() for weight in run.drafter.parameters()]
-    before, kept = run.optimizer.state(), (run.hidden[0].clone(), run.head.clone())
-    if where == "row":
-        run.hidden[0][40] = value
-    if where == "head":
-        run.head[7] = value
-    _, good = run.step(poison=value if where == "gradient" else None)
-    assert not bool(good)
-    after = run.optimizer.state()
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("what", ["row", "loss", "gradient"])
+def test_a_step_that_is_not_finite_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, dtype: str, value: float
+) -> None:
+    loss = build.block_loss
+
+    def damaged(*, hidden_NBD, batch, **keys):
+        if batch.step == 3 and what == "gradient":
+            hidden_NBD.register_hook(lambda gradient: gradient * value)
+        found = loss(hidden_NBD=hidden_NBD, batch=batch, **keys)
+        add = value if batch.step == 3 and what == "loss" else 0.0
+        return dataclasses.replace(found, loss_sum=found.loss_sum + add)
+
+    monkeypatch.setattr(build, "block_loss", damaged)
+    run = gpu_run(tmp_path, plan={"epochs": 1}, drafter={"dtype": dtype})
+    if what == "row":
+        pack_id = run.planner.step(3).uses[1].pack_id
+        run.source.slots[pack_id][10, 1, 3] = value
+    watcher = StateAtEachStep(run)
+    run.trainer.hooks = (*run.trainer.hooks, watcher)
+    result = run.fit()
+    lines = run.lines("train")
+    assert [line["step"] for line in lines if line["skipped"]] == [3]
+    assert lines[3]["bad_rows"] == (what == "row")
+    assert lines[3]["total_skipped_steps"] == result.counters.skipped_steps == 1
+    before, after = watcher.states[2], watcher.states[3]
     for part in ("master", "exp_avg", "exp_avg_sq"):
-        old, new = getattr(before, part), getattr(after, part)
-        assert all(torch.equal(old[name], new[name]) for name in old)
-    assert torch.equal(before.good_steps, after.good_steps)
-    assert all(torch.equal(old, new) for old, new in zip(weights, run.drafter.parameters(), strict=True))
-    run.hidden[0], run.head = kept
-    assert bool(run.step()[1])
+        for name, tensor in getattr(before, part).items():
+            assert torch.equal(tensor, getattr(after, part)[name]), (part, name)
+    assert int(before.good_steps) == int(after.good_steps) == 3
+    assert int(watcher.states[-1].good_steps) == result.step - 1
+    assert all(torch.isfinite(weight).all() for weight in weights(run).values())
 
 
-def test_a_step_does_not_wait_and_validation_compiles_nothing_after_warm_up() -> None:
-    from torch._dynamo.utils import counters
-
-    run = Run(device="cuda", dtype="bfloat16")
-
-    def everything() -> None:
-        run.step()
-        with torch.no_grad():
-            run.loss(run.columns[0])
-
-    for _ in range(3):
-        everything()
-    before = counters["stats"]["unique_graphs"]
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        for _ in range(3):
-            everything()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert counters["stats"]["unique_graphs"] == before
-
-
-def test_a_parameter_without_a_gradient_keeps_none_of_the_last_steps() -> None:
-    run = Run(device="cuda", dtype="bfloat16")
-    run.step()
-    before = run.optimizer.exp_avg.clone()
-    run.optimizer.zero_grad()
-    norm, good = run.optimizer.step(learning_rate=0.0, finite=torch.ones((), dtype=torch.bool, device="cuda"))
-    assert bool(good)
-    assert float(norm) == 0.0
-    torch.testing.assert_close(run.optimizer.exp_avg, before * SECTION.beta1)
+def test_losses_are_the_cpus(tmp_path: Path) -> None:
+    lines = []
+    for device in ("cpu", "cuda"):
+        run = gpu_run(tmp_path / device, device=device, plan={"epochs": 8})
+        assert run.schedule.num_steps >= 50
+        run.fit()
+        lines.append(run.lines("train"))
+    for name, tolerance in (("loss", 1e-3), ("gradient_norm", 1e-2), ("total_anchors", 0), ("supervised_tokens", 0)):
+        assert [line[name] for line in lines[1]] == pytest.approx([line[name] for line in lines[0]], rel=tolerance), name

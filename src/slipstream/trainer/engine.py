@@ -115,7 +115,9 @@ class Engine:
         return PreparedColumn(use=use, batch=self._parts.make_batch(pack, use), context_tokens=pack.num_tokens, unique_tokens=0)
 
     def _rehearse(self, trainer: Trainer, column: PreparedColumn, *, source: MadeUpSource) -> None:
-        step = PreparedStep(index=self._parts.start_step, epoch=0, denominator=1.0, columns=(column,))
+        # a second use adds to the gradients that the first one left
+        columns = (column,) * min(2, self._parts.num_columns)
+        step = PreparedStep(index=self._parts.start_step, epoch=0, denominator=1.0, columns=columns)
         trainer.rehearse(self.placing.stage(step), source=source)
 
     @torch.no_grad()

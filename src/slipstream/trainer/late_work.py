@@ -34,6 +34,10 @@ class WorkCounter(Protocol):
         """The newest names of what was compiled or tuned since the last call."""
         ...
 
+    def close(self) -> None:
+        """Listen no more."""
+        ...
+
 
 class CudaWork:
     """Counts on a GPU. Listens to Dynamo and to Triton from when it is made until `close`.
@@ -141,6 +145,7 @@ class LateWork(Hook):
     def on_end(self, step: int, status: str) -> None:
         """Compare for the last time."""
         self._compare(step)
+        self._work.close()
 
     def _compare(self, step: int) -> None:
         now = dict(self._work.counts())
