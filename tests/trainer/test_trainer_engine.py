@@ -121,6 +121,13 @@ def test_exact_resume_through_the_engine(tmp_path: Path, dtype: str) -> None:
     assert second.validated[1:] == [step for step in whole.validated if step > 6]
 
 
+def test_a_run_that_is_done_needs_no_warm_up(tmp_path: Path) -> None:
+    engine_run(tmp_path, ModelLanes(), plan={"epochs": 1}).fit()
+    again = engine_run(tmp_path, ModelLanes(), resume=True, plan={"epochs": 1})
+    assert again.fit().status == "finished"
+    assert [line["modes"] for line in again.lines("warm_up")][1:] == [{}]
+
+
 def without(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> None:
     monkeypatch.setattr(owner, name, lambda *_: None)
 
@@ -207,7 +214,7 @@ def test_warm_up_and_late_work_are_lines_of_metrics(tmp_path: Path, lanes: Model
     run.source.take = grows
     run.fit()
     (line,) = run.lines("warm_up")
-    assert list(line["modes"]) == ["train, largest", "train, smallest", "no gradient"]
+    assert list(line["modes"]) == ["train, largest", "train, smallest", "no gradient", "first pack"]
     assert (line["recompiles"], line["step"]) == (7, 0)
     assert [(late["recompiles"], late["names"]) for late in run.lines("late_work")] == [(2, ["kernel late"])]
     assert "2 recompiles (kernel late)" in caplog.text
@@ -244,8 +251,8 @@ def test_dropped_steps_are_counted_and_the_guard_sees_them(
     def damaged(pack_id: int):
         pack = take(pack_id)
         taken.append(pack_id)
-        lanes.reached = len(taken) > 2 * 6  # nothing arrives before step 6 is launched
-        if len(taken) > 2:
+        lanes.reached = len(taken) > 1 + 2 * 6  # nothing arrives before step 6 is launched; warm-up takes one pack
+        if len(taken) > 3:
             pack.hidden_TKD[0, 0, 0] = math.nan
         return pack
 

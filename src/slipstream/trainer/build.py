@@ -146,6 +146,12 @@ def _engine(
         return None
     # a fresh run measures before its first step anyway; one that resumes may not for a long time
     validate = main.validate if main is not None and 0 < start_step < parts.schedule.num_steps else None
+    columns = parts.share.columns(parts.schedule.num_columns)
+
+    def take_first() -> None:
+        if start_step < parts.schedule.num_steps:
+            parts.source.take(parts.planner.step(start_step).uses[columns[0]].pack_id)
+
     return Engine(
         gpu.lanes,
         gpu.work,
@@ -156,12 +162,13 @@ def _engine(
             ends=parts.ends,
             device=parts.device,
             target_fingerprint=parts.target_fingerprint,
-            num_columns=len(parts.share.columns(parts.schedule.num_columns)),
+            num_columns=len(columns),
             is_alone=parts.group is None,
             saves=main is not None,
             log=main.log if main is not None else None,
             make_batch=_make_batch(parts),
             validate=partial(validate, start_step) if validate is not None else None,
+            take_first=take_first,
             optimizer=optimizer,
             counters=counters,
             start_step=start_step,

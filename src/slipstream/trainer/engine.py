@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -38,6 +39,7 @@ class EngineParts:
     """What the engine is built from: `make_batch` builds a use's blocks; `num_columns` are this rank's own.
 
     `validate` measures as training will; none where this rank measures nothing, or has measured by the time training starts.
+    `take_first` takes the first pack that training will, which runs the target where it is in this process.
     """
 
     recipe: Recipe
@@ -52,6 +54,7 @@ class EngineParts:
     log: MetricLog | None
     make_batch: Callable[[Pack, Use], BlockBatch]
     validate: Callable[[], object] | None
+    take_first: Callable[[], object]
     optimizer: FlatAdamW
     counters: Counters
     start_step: int
@@ -81,7 +84,7 @@ class Engine:
             together=not parts.is_alone,
         )
         self.snapshot = Snapshot(lanes, optimizer=parts.optimizer, totals=self.metrics.totals) if parts.saves else None
-        self.late_work = LateWork(work=work, report=self._read_report, log=parts.log)
+        self.late_work = LateWork(work=work, settle=self._settle, log=parts.log)
         self._report: WarmUpReport | None = None
 
     def warm_up(self, trainer: Trainer) -> None:
@@ -99,9 +102,15 @@ class Engine:
         then = [Mode("validation", parts.validate)] if parts.validate is not None else []
         self._report = warm_up(modes, then=then, finish=self._lanes.finish, give_back=self._lanes.give_back)
 
-    def _read_report(self) -> WarmUpReport:
-        assert self._report is not None, "training starts before warm-up"
-        return self._report
+    def _settle(self) -> WarmUpReport:
+        """The last of warm-up, after the first validation: a pack taken stays taken only until another is."""
+        if self._report is None:  # nothing is left to train
+            return WarmUpReport(seconds=0.0, modes={})
+        began = time.perf_counter()
+        self._parts.take_first()
+        self._lanes.finish()
+        took = time.perf_counter() - began
+        return WarmUpReport(seconds=self._report.seconds + took, modes={**self._report.modes, "first pack": took})
 
     def _made_up(self, num_valid: int) -> PreparedColumn:
         plan = self._parts.recipe.plan

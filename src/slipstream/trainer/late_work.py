@@ -115,20 +115,20 @@ class CudaWork:
 class LateWork(Hook):
     """Warns by name when a count grows after warm-up. Stands last, so that validation and checkpoints are counted too.
 
-    `log` is none on ranks that write no metrics. `report` is called once, when training starts.
+    `settle` ends warm-up once all other hooks have started, and reports it. `log` is none on ranks that write no metrics.
     """
 
-    def __init__(self, *, work: WorkCounter, report: Callable[[], WarmUpReport], log: MetricLog | None) -> None:
-        self._work, self._report, self._log = work, report, log
+    def __init__(self, *, work: WorkCounter, settle: Callable[[], WarmUpReport], log: MetricLog | None) -> None:
+        self._work, self._settle, self._log = work, settle, log
         self._seen: Mapping[str, int] = {}
         self.grown: dict[str, int] = {}
         """By how much each count grew after warm-up, over the run; empty when all is well."""
 
     def on_start(self, step: int) -> None:
         """Warm-up is over: what counts from here on came late."""
+        report = self._settle()
         self._seen = dict(self._work.counts())
         self._work.names()
-        report = self._report()
         logger.info("warm-up took %.1f s: %s", report.seconds, dict(self._seen))
         if self._log is not None:
             line = {"kind": "warm_up", "step": step, "seconds": report.seconds, "modes": dict(report.modes), **self._seen}
