@@ -12,8 +12,9 @@ import typer
 from slipstream.errors import PreflightError
 
 if TYPE_CHECKING:
-    from slipstream.launch.bench import Ceilings, DrafterBench
+    from slipstream.launch.bench import Ceilings, DrafterBench, DrafterWork
     from slipstream.launch.bench.target import TargetFigures
+    from slipstream.launch.bench.transport import TransportBench
 
 
 class Kind(StrEnum):
@@ -22,11 +23,16 @@ class Kind(StrEnum):
     CEILINGS = "ceilings"
     DRAFTER = "drafter"
     TARGET = "target"
+    TRANSPORT = "transport"
 
 
 def bench(
     kind: Annotated[
-        Kind, typer.Argument(help="ceilings: matrix product and copy alone; drafter: a training step; target: a pack.")
+        Kind,
+        typer.Argument(
+            help="ceilings: matrix product and copy alone; drafter: a training step; target: a pack; "
+            "transport: slots of 839 MB between two processes."
+        ),
     ],
     shape: Annotated[
         str, typer.Option(help="Target whose drafter is measured: qwen3.6-27b, qwen3-8b or smollm2.")
@@ -51,7 +57,7 @@ def bench(
     device_kind("cuda")
     import torch
 
-    from slipstream.launch.bench import SHAPES, DrafterWork, bench_drafter, measure_ceilings, sweep_chunks
+    from slipstream.launch.bench import SHAPES, DrafterWork, measure_ceilings
 
     if shape not in SHAPES:
         raise PreflightError(key="--shape", value=shape, rule=f"is none of {', '.join(SHAPES)}")
@@ -66,24 +72,48 @@ def bench(
     show.ceilings(ceilings)
     failed = False
     if kind is Kind.DRAFTER:
-        if sweep:
-            chunks = (1664, 2048, 3072, 3328, 3840, 4096)
-            found["sweep"] = sweep_chunks(
-                shape=SHAPES[shape], rows=anchors * 15, chunks=chunks, device=device, report=show.line
-            )
         work = DrafterWork(documents, document_tokens, anchors, packs, chunk_rows, steps)
-        result = bench_drafter(shape=SHAPES[shape], work=work, device=device, report=show.line)
-        found |= {"shape": shape, "work": asdict(work), "drafter": asdict(result)}
-        found["ratio"] = result.tflops / ceilings.matmul_tflops
-        show.drafter(result, ceilings=ceilings)
+        result = _measure_drafter(shape=shape, work=work, sweep=sweep, ceilings=ceilings, show=show, found=found)
         failed = any(result.growth.values()) or any(result.calls.values())
     if kind is Kind.TARGET:
         figures = _measure_target(shape=shape, tokens=tokens, layers=layers, ceilings=ceilings, repeats=steps, show=show)
         found |= {"target": asdict(figures), "ratio": figures.ratio}
         failed = any(figures.growth.values()) or any(figures.waiting_calls.values()) or figures.synchronised != "never"
+    if kind is Kind.TRANSPORT:
+        moved = _measure_transport(show)
+        found |= {"transport": asdict(moved), "ratio": moved.ratio}
+        failed = any(moved.growth.values()) or moved.seals_rejected > 0
     if as_json:
         typer.echo(json.dumps(found))
     raise typer.Exit(1 if failed else 0)
+
+
+def _measure_drafter(
+    *, shape: str, work: DrafterWork, sweep: bool, ceilings: Ceilings, show: _Quiet, found: dict[str, Any]
+) -> DrafterBench:
+    import torch
+
+    from slipstream.launch.bench import SHAPES, bench_drafter, sweep_chunks
+
+    device = torch.device("cuda", 0)
+    if sweep:
+        chunks = (1664, 2048, 3072, 3328, 3840, 4096)
+        found["sweep"] = sweep_chunks(
+            shape=SHAPES[shape], rows=work.anchors * 15, chunks=chunks, device=device, report=show.line
+        )
+    result = bench_drafter(shape=SHAPES[shape], work=work, device=device, report=show.line)
+    found |= {"shape": shape, "work": asdict(work), "drafter": asdict(result)}
+    found["ratio"] = result.tflops / ceilings.matmul_tflops
+    show.drafter(result, ceilings=ceilings)
+    return result
+
+
+def _measure_transport(show: _Quiet) -> TransportBench:
+    from slipstream.launch.bench.transport import TransportWork, bench_transport
+
+    moved = bench_transport(TransportWork(), report=show.line)
+    show.transport(moved)
+    return moved
 
 
 def _measure_target(
@@ -110,6 +140,9 @@ class _Quiet:
 
     def target(self, found: TargetFigures, *, ceilings: Ceilings) -> None:
         """A pack's."""
+
+    def transport(self, found: TransportBench) -> None:
+        """The slots'."""
 
 
 class _Tables(_Quiet):
@@ -143,6 +176,16 @@ class _Tables(_Quiet):
 
         table = Table(title=f"target, {found.shape}", title_justify="left", show_header=False)
         for label, text in _target_rows(found, ceilings=ceilings):
+            table.add_row(label, text)
+        Console(highlight=False, width=120).print(table)
+
+    def transport(self, found: TransportBench) -> None:
+        """The slots'."""
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table(title="transport", title_justify="left", show_header=False)
+        for label, text in _transport_rows(found):
             table.add_row(label, text)
         Console(highlight=False, width=120).print(table)
 
@@ -185,4 +228,16 @@ def _target_rows(found: TargetFigures, *, ceilings: Ceilings) -> list[tuple[str,
         ("warm-up", f"built {found.build_seconds:.1f} s, first forward {found.first_forward_seconds:.1f} s"),
         ("waiting calls in a trace", ", ".join(f"{name} {count}" for name, count in found.waiting_calls.items()) or "none"),
         *((f"  {name}", f"{spent:.2f} ms") for name, spent in found.kernels.items() if spent),
+    ]
+
+
+def _transport_rows(found: TransportBench) -> list[tuple[str, str]]:
+    return [
+        ("GB/s, ceilings", f"out {found.out:.1f}, in {found.into:.1f}, both at once {found.both:.1f}"),
+        ("GB/s, travelled", f"{found.travelled:.1f}, slots of {found.slot_bytes / 1e6:.0f} MB, seals on, two processes"),
+        ("of the ceiling", f"{found.ratio:.3f}"),
+        ("a target beside it", f"{found.slowdown:+.2%} of its time"),
+        ("seals refused", str(found.seals_rejected)),
+        ("after warm-up", ", ".join(f"{name} {value}" for name, value in found.growth.items())),
+        ("page-locking", f"{found.lock_seconds:.1f} s"),
     ]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -45,16 +44,18 @@ class Source(Protocol):
 
 
 class OnDevice:
-    """A source whose packs lie on the drafter's device; on a CPU they are the slots themselves."""
+    """A source whose packs lie on the drafter's device, wherever their slots are."""
 
     def __init__(self, source: Source, *, device: torch.device) -> None:
         self._source = source
         self._device = device
 
     def take(self, pack_id: int) -> HiddenPack:
-        """The pack, copied to the device if that is not where the slots are."""
+        """The pack, where the drafter computes: a copy made here would be one that the loop waits for."""
         taken = self._source.take(pack_id)
-        return taken if self._device.type == "cpu" else replace(taken, hidden_TKD=taken.hidden_TKD.to(self._device))
+        found = taken.hidden_TKD.device.type
+        assert found == self._device.type, f"pack {pack_id} came on {found}, the drafter is on {self._device}"
+        return taken
 
     def release(self, pack_id: int) -> None:
         """The pack's last use is over."""

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from slipstream.launch.child import Control
-from slipstream.launch.planning import slot_layout
+from slipstream.launch.planning import RunPlan, slot_layout
 from slipstream.launch.roles import Job
-from slipstream.launch.roles.opening import open_job
+from slipstream.launch.roles.opening import Opening, open_job
 from slipstream.launch.training import train_drafter
-from slipstream.target.huggingface import load_target
+from slipstream.target.huggingface import HuggingFaceTarget, load_target
+from slipstream.transport.ends import HiddenSource
 from slipstream.transport.inline import InlineTransport
 from slipstream.transport.ledger import Assignment
 from slipstream.transport.slots import SlotPool
@@ -20,9 +23,6 @@ def play_colocated(job: Job, control: Control) -> dict[str, Any]:
     opened = open_job(job)
     recipe, info, shape = opened.recipe, opened.info, opened.shape
     plan = opened.plan(job)
-    rank: int = job["rank"]
-    layout = slot_layout(recipe=recipe, shape=shape, info=info)
-    pool = SlotPool.private(layout=layout, num_slots=job["pool_slots"][rank])
     target = load_target(
         info=info,
         dtype=recipe.target.dtype,
@@ -30,15 +30,37 @@ def play_colocated(job: Job, control: Control) -> dict[str, Any]:
         device=job["device"],
         packing=recipe.target.packing,
     )
-
-    def produce(assignment: Assignment) -> None:
-        target.capture(plan.pack(assignment.pack_id), hidden_TKD=pool.hidden(assignment.slot))
-
-    source = InlineTransport(
-        order=[order for order in plan.orders() if order.rank == rank],
-        pool=pool,
-        produce=produce,
-        fingerprint=target.fingerprint,
-    )
+    source = _open_source(job=job, opened=opened, plan=plan, target=target)
     result = train_drafter(job=job, control=control, recipe=recipe, info=info, shape=shape, plan=plan, source=source)
     return {**result, "bad_rows": int(target.bad_rows)}
+
+
+def _open_source(*, job: Job, opened: Opening, plan: RunPlan, target: HuggingFaceTarget) -> HiddenSource:
+    """Slots in this process's memory on a CPU; on CUDA on the device, or in host memory if they are too many."""
+    recipe, info, shape = opened.recipe, opened.info, opened.shape
+    rank: int = job["rank"]
+    layout = slot_layout(recipe=recipe, shape=shape, info=info)
+    if job["device"] == "cpu":
+        pool = SlotPool.private(layout=layout, num_slots=job["pool_slots"][rank])
+        return InlineTransport(
+            order=[order for order in plan.orders() if order.rank == rank],
+            pool=pool,
+            produce=lambda assignment: _capture(target, plan, assignment, pool.hidden(assignment.slot)),
+            fingerprint=target.fingerprint,
+        )
+    from slipstream.launch.on_gpu import gpu_inline  # here, not above: a CPU has no use for it
+
+    return gpu_inline(
+        recipe=recipe,
+        info=info,
+        shape=shape,
+        plan=plan,
+        rank=rank,
+        layout=layout,
+        produce=lambda assignment, slot: _capture(target, plan, assignment, slot.hidden_TKD),
+        fingerprint=target.fingerprint,
+    )
+
+
+def _capture(target: HuggingFaceTarget, plan: RunPlan, assignment: Assignment, hidden_TKD: torch.Tensor) -> None:
+    target.capture(plan.pack(assignment.pack_id), hidden_TKD=hidden_TKD)

@@ -6,11 +6,12 @@ from typing import Any
 
 from slipstream.device.shared import SharedMemory
 from slipstream.launch.child import Control
-from slipstream.launch.planning import slot_layout
+from slipstream.launch.planning import RunPlan, slot_layout
 from slipstream.launch.roles import Job
 from slipstream.launch.roles.opening import open_job
 from slipstream.launch.training import train_drafter
 from slipstream.transport.connections import connection_from_fd
+from slipstream.transport.ends import HiddenSource
 from slipstream.transport.shared import SharedSource
 from slipstream.transport.slots import SlotPool
 
@@ -24,5 +25,15 @@ def play_drafter(job: Job, control: Control) -> dict[str, Any]:
     slots = job["pool_slots"][job["rank"]]
     memory = SharedMemory.attach(fd=job["descriptors"]["memory"], nbytes=layout.nbytes * slots)
     pool = SlotPool.shared(layout=layout, num_slots=slots, memory=memory)
-    source = SharedSource(connection=connection_from_fd(job["descriptors"]["transport"]), pool=pool)
+    source = _open_source(job=job, pool=pool, plan=plan)
     return train_drafter(job=job, control=control, recipe=recipe, info=info, shape=shape, plan=plan, source=source)
+
+
+def _open_source(*, job: Job, pool: SlotPool, plan: RunPlan) -> HiddenSource:
+    """The end that reads host slots directly on a CPU, and through device buffers on CUDA."""
+    connection = connection_from_fd(job["descriptors"]["transport"])
+    if job["device"] == "cpu":
+        return SharedSource(connection=connection, pool=pool)
+    from slipstream.launch.on_gpu import gpu_source  # here, not above: a CPU has no use for it
+
+    return gpu_source(connection=connection, pool=pool, plan=plan, rank=job["rank"])

@@ -6,12 +6,13 @@ from typing import Any
 
 from slipstream.device.shared import SharedMemory
 from slipstream.launch.child import Control
-from slipstream.launch.planning import slot_layout
+from slipstream.launch.planning import RunPlan, slot_layout
 from slipstream.launch.roles import Job
 from slipstream.launch.roles.opening import open_job
 from slipstream.observe import Account, AccountWriter
 from slipstream.target.huggingface import load_target
 from slipstream.transport.connections import connection_from_fd
+from slipstream.transport.ends import HiddenSink
 from slipstream.transport.shared import SharedSink
 from slipstream.transport.slots import SlotPool
 
@@ -42,7 +43,7 @@ def play_target(job: Job, control: Control) -> dict[str, Any]:
     made = 0
     account = Account(job["name"])
     with AccountWriter(account, path=opened.folder.accounts / f"{job['name']}.jsonl"):
-        sink = SharedSink(connection=connection_from_fd(descriptors["transport"]), pools=pools, fingerprint=target.fingerprint)
+        sink = _open_sink(job=job, pools=pools, plan=plan, fingerprint=target.fingerprint)
         while True:
             with account.state("wait_slot"):
                 assignment = sink.acquire()
@@ -55,3 +56,13 @@ def play_target(job: Job, control: Control) -> dict[str, Any]:
             made += 1
         sink.close()
     return {"packs": made, "bad_rows": int(target.bad_rows)}
+
+
+def _open_sink(*, job: Job, pools: list[SlotPool], plan: RunPlan, fingerprint: str) -> HiddenSink:
+    """The end that writes host slots directly on a CPU, and through device slots on CUDA."""
+    connection = connection_from_fd(job["descriptors"]["transport"])
+    if job["device"] == "cpu":
+        return SharedSink(connection=connection, pools=pools, fingerprint=fingerprint)
+    from slipstream.launch.on_gpu import gpu_sink  # here, not above: a CPU has no use for it
+
+    return gpu_sink(connection=connection, pools=pools, plan=plan, fingerprint=fingerprint)
