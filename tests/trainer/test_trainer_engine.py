@@ -185,15 +185,15 @@ def test_rehearsals_change_nothing(tmp_path: Path, lanes: ModelLanes) -> None:
     run = engine_run(tmp_path, lanes)
     trainer = run.trainer
     before = trainer.optimizer.state()
-    totals = trainer._ring.totals.clone()
+    totals = trainer.metrics.totals.clone()
     trainer._warm_up(trainer)
     after = trainer.optimizer.state()
     for part in ("master", "exp_avg", "exp_avg_sq"):
         for name, tensor in getattr(before, part).items():
             assert torch.equal(tensor, getattr(after, part)[name]), (part, name)
     assert torch.equal(before.good_steps, after.good_steps)
-    assert torch.equal(totals, trainer._ring.totals)
-    assert trainer._ring.drain(all_of_it=True) == []
+    assert torch.equal(totals, trainer.metrics.totals)
+    assert trainer.metrics.drain(all_of_it=True) == []
     assert run.source.num_released == 0
     assert float(trainer.optimizer.gradient.abs().sum()) > 0  # it did run backward
     assert lanes.num_given_back == 2
@@ -224,7 +224,7 @@ def test_warm_up_and_late_work_are_lines_of_metrics(tmp_path: Path, lanes: Model
 def test_no_figures_that_have_not_arrived_are_waited_for(tmp_path: Path, lanes: ModelLanes) -> None:
     run = engine_run(tmp_path, lanes)
     seen = []
-    drain = run.trainer._ring.drain
+    drain = run.trainer.metrics.drain
 
     def drained(*, all_of_it: bool = False):
         lanes.num_waits = lanes.num_waits if seen else 0  # what warm-up waited for is its own affair
@@ -232,7 +232,7 @@ def test_no_figures_that_have_not_arrived_are_waited_for(tmp_path: Path, lanes: 
         seen.append([record.step for record in records])
         return records
 
-    run.trainer._ring.drain = drained
+    run.trainer.metrics.drain = drained
     lanes.reached = False
     run.fit(steps=7)
     assert seen == [[]] * 7 + [list(range(7))]  # only the end waits
@@ -260,7 +260,7 @@ def test_dropped_steps_are_counted_and_the_guard_sees_them(
     with pytest.raises(TrainingDiverged, match="4 steps in a row were not finite"):
         run.fit()
     lines = run.lines("train")
-    assert run.trainer._ring.dropped == 4
+    assert run.trainer.metrics.dropped == 4
     assert [line["step"] for line in lines] == [4, 5, 6]
     assert [line["total_skipped_steps"] for line in lines] == [4, 5, 6]  # steps 1 to 3 among them, whose figures are lost
     assert lines[0]["total_context_tokens"] > 3 * lines[0]["context_tokens"]

@@ -113,10 +113,10 @@ class Trainer:
     ) -> None:
         self.optimizer, self.source, self.hooks, self.counters = optimizer, source, tuple(hooks), counters
         self.num_steps, self.start_step, self._plan_digest, self._section = num_steps, start_step, plan_digest, section
-        self._prepare, self._column_pass, self._group, self._account = prepare, column_pass, group, account
+        self.prepare, self._column_pass, self._group, self._account = prepare, column_pass, group, account
         self._checkpoint_every_steps, self._saving = checkpoint_every_steps, saving
         self._tally = StepTally(optimizer.extra, block_size=block_size)
-        self._ring: Metrics = metrics or MetricsRing()
+        self.metrics: Metrics = metrics or MetricsRing()
         self._snapshot, self._warm_up = snapshot, warm_up
 
     def fit(self, *, stop: Callable[[], bool] = lambda: False) -> FitResult:
@@ -136,7 +136,7 @@ class Trainer:
         with ExitStack() as stack:
             stack.callback(self._finish_saving)
             steps = range(done, self.num_steps)
-            prefetch = stack.enter_context(StepPrefetch(self._prepare, steps=steps, depth=PREPARED_STEPS))
+            prefetch = stack.enter_context(StepPrefetch(self.prepare, steps=steps, depth=PREPARED_STEPS))
             for prepared in self._awaited(prefetch):
                 stopping = self._one_step(prepared, stop=stop)
                 done = prepared.index + 1
@@ -151,7 +151,7 @@ class Trainer:
         """Prepared steps. On a GPU the next one is held back until the device has used up an earlier one's arrays."""
         steps = iter(prefetch)
         while True:
-            with self._account.state("wait_gpu" if self._ring.is_late else IDLE):
+            with self._account.state("wait_gpu" if self.metrics.is_late else IDLE):
                 prepared = next(steps, None)
             if prepared is None:
                 return
@@ -163,17 +163,14 @@ class Trainer:
             self._saving.writer.check()
         for hook in self.hooks:
             hook.before_step(prepared.index)
-        began = time.perf_counter()
-        self._ring.begin()
-        result = self.train_step(prepared, stop_asked=self._group is not None and stop())
-        self._ring.push(result, epoch=prepared.epoch, seconds=time.perf_counter() - began)
+        self.launch(prepared, stop_asked=self._group is not None and stop())
         done = prepared.index + 1
         due = done % self._checkpoint_every_steps == 0 or done == self.num_steps
-        whole = done == self.num_steps or (due and not self._ring.is_late)
-        records = list(self._ring.drain(all_of_it=whole))
+        whole = done == self.num_steps or (due and not self.metrics.is_late)
+        records = list(self.metrics.drain(all_of_it=whole))
         stopping = stop() if self._group is None else any(record.stop for record in records)
         if stopping:
-            records += self._ring.drain(all_of_it=True)
+            records += self.metrics.drain(all_of_it=True)
         with self._account.state("hooks"):
             for hook in self.hooks:
                 hook.after_step(done, records)
@@ -181,12 +178,19 @@ class Trainer:
             self._checkpoint(done)
         return stopping
 
+    def launch(self, prepared: PreparedStep, *, stop_asked: bool = False) -> None:
+        """A step and its figures; no side jobs."""
+        began = time.perf_counter()
+        self.metrics.begin()
+        result = self.train_step(prepared, stop_asked=stop_asked)
+        self.metrics.push(result, epoch=prepared.epoch, seconds=time.perf_counter() - began)
+
     def rehearse(self, prepared: PreparedStep, *, source: HiddenSource) -> None:
         """A step as any other, except that it changes nothing: not weights, moments nor counts."""
-        self._ring.begin()
+        self.metrics.begin()
         result = self._train_step(prepared, source=source, stop_asked=False, rehearsal=True)
-        self._ring.push(result, epoch=prepared.epoch, seconds=0.0)
-        self._ring.forget()
+        self.metrics.push(result, epoch=prepared.epoch, seconds=0.0)
+        self.metrics.forget()
 
     def train_step(self, prepared: PreparedStep, *, stop_asked: bool = False) -> StepResult:
         """Gradients of all columns of all ranks, then one update."""
