@@ -29,6 +29,7 @@ def play_colocated(job: Job, control: Control) -> dict[str, Any]:
         tap_layers=shape.tap_layers,
         device=job["device"],
         packing=recipe.target.packing,
+        pack_tokens=recipe.plan.pack_tokens,
     )
     source = _open_source(job=job, opened=opened, plan=plan, target=target)
     result = train_drafter(job=job, control=control, recipe=recipe, info=info, shape=shape, plan=plan, source=source)

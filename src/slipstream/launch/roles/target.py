@@ -38,6 +38,7 @@ def play_target(job: Job, control: Control) -> dict[str, Any]:
         tap_layers=shape.tap_layers,
         device=job["device"],
         packing=recipe.target.packing,
+        pack_tokens=recipe.plan.pack_tokens,
     )
     control.report("ready", {"packing": target.packing})
     made = 0
