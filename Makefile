@@ -5,7 +5,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt
 INSTALLED := .venv/.installed
 
-.PHONY: demo test check test-slow test-gpu
+.PHONY: demo test check bench test-slow test-gpu
 .DELETE_ON_ERROR:
 
 demo: $(INSTALLED)
@@ -19,6 +19,12 @@ check: $(INSTALLED)
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy src
 	@$(BIN)/python -m pytest tests/test_guards_*.py
+
+# Needs a CUDA device; says so where there is none.
+bench: $(INSTALLED)
+	@$(BIN)/slipstream bench drafter
+	@$(BIN)/slipstream bench target
+	@$(BIN)/slipstream bench transport
 
 test-slow: $(INSTALLED)
 	@$(BIN)/python -m pytest -m slow

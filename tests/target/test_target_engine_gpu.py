@@ -7,6 +7,7 @@ what a bench tuned at full size is found again here.
 from __future__ import annotations
 
 import sys
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -24,6 +25,7 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from slipstream.config import read_target_info
 from slipstream.errors import TargetError
@@ -102,12 +104,26 @@ def capture(target, pack):
     return slot
 
 
+@contextmanager
+def torch_only():
+    """transformers' own torch functions of the delta net: where FLA is installed it would call FLA, which knows no CPU."""
+    names = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule", "causal_conv1d_fn", "causal_conv1d_update")
+    before = {name: getattr(modeling_qwen3_5, name) for name in names}
+    for name, function in before.items():
+        setattr(modeling_qwen3_5, name, function.__wrapped__)
+    try:
+        yield
+    finally:
+        for name, function in before.items():
+            setattr(modeling_qwen3_5, name, function)
+
+
 def expected_states(info, pack, *, dtype=torch.float32):
     """Every document alone, on the CPU; in fp32 the truth that bf16 rounds."""
     model = AutoModelForCausalLM.from_pretrained(info.folder, dtype=dtype).eval()
     states = torch.zeros(pack.capacity_tokens, len(TAPS), HIDDEN)
     for begin, end in zip(pack.starts[:-1], pack.starts[1:], strict=True):
-        with torch.inference_mode():
+        with torch.inference_mode(), torch_only():
             ids = torch.from_numpy(pack.token_ids[begin:end]).long()[None]
             hidden = model(input_ids=ids, output_hidden_states=True, use_cache=False).hidden_states
         for tap, layer in enumerate(TAPS):

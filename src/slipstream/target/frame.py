@@ -41,7 +41,7 @@ def send_frame(forward: Forward, *, num_tokens: int, device: torch.device, compi
     PyTorch's pinned allocator holds the buffer back until its copy has finished, and hands the same few out again.
     """
     chunks = chunk_indices(forward.cu_seqlens)
-    parts = (
+    parts: tuple[np.ndarray, ...] = (
         forward.token_ids.ravel(),
         forward.position_ids.ravel(),
         forward.cu_seqlens,
