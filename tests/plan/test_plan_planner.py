@@ -1,9 +1,6 @@
-"""Packs, uses and steps, drawn now or ahead."""
+"""Packs, uses and steps, drawn from the schedule."""
 
 from __future__ import annotations
-
-import threading
-import time
 
 import numpy as np
 import pytest
@@ -13,7 +10,7 @@ from plan_corpora import ToyCorpus, corpora, make_corpus
 
 from slipstream.config.recipe import PlanSection
 from slipstream.errors import PlanError
-from slipstream.plan import Planner, StepsAhead, make_schedule
+from slipstream.plan import Planner
 
 PLAN = {"pack_tokens": 128, "pack_anchors": 32, "packs_per_step": 2, "window": 8, "replay_distance": 10}
 
@@ -113,64 +110,3 @@ def test_the_answers_do_not_depend_on_what_was_asked_before():
     for index in reversed(range(10)):
         for ours, theirs in zip(planner.step(index).uses, once[index].uses, strict=True):
             assert ours.anchors.tolist() == theirs.anchors.tolist()
-
-
-def same_steps(ahead: StepsAhead, planner: Planner, *, start: int) -> None:
-    """Steps and packs that come ahead are those that the planner gives."""
-    for index in range(start, planner.schedule.num_steps):
-        ours, theirs = ahead.step(index), planner.step(index)
-        assert ours.supervised_per_slot.tolist() == theirs.supervised_per_slot.tolist()
-        for mine, yours in zip(ours.uses, theirs.uses, strict=True):
-            assert mine.anchors.tolist() == yours.anchors.tolist()
-            assert ahead.pack(mine.pack_id).token_ids.tolist() == planner.pack(yours.pack_id).token_ids.tolist()
-
-
-@pytest.mark.parametrize("start", [0, 7])
-def test_steps_ahead_are_the_same_steps(start):
-    corpus = make_corpus(lengths=[30 + i % 60 for i in range(80)])
-    planner = corpus.planner(PlanSection(**PLAN, epochs=1, replays=2))
-    with StepsAhead(planner=planner, start_step=start, columns=(1,), depth=3) as ahead:
-        same_steps(ahead, planner, start=start)
-    assert not [thread for thread in threading.enumerate() if thread.name == "steps-ahead"]
-
-
-def test_steps_ahead_are_bounded_and_packs_are_dropped_after_their_last_use():
-    corpus = make_corpus(lengths=[100] * 60, supervised=1.0)
-    read: list[int] = []
-    planner = Planner(
-        schedule=corpus.planner(PlanSection(**PLAN, epochs=1)).schedule,
-        document=lambda number: read.append(number) or corpus.document(number),
-    )
-    with StepsAhead(planner=planner, start_step=0, columns=(0, 1), depth=2) as ahead:
-        deadline = time.monotonic() + 0.3
-        while time.monotonic() < deadline:
-            time.sleep(0.01)
-        # Two steps of two columns, each document read once for the use and once for the pack.
-        assert len(read) == 2 * 2 * 2
-        first = ahead.step(0).uses[0].pack_id
-        before = len(read)
-        assert ahead.pack(first).pack_id == first
-        with planner._reading:  # nobody reads now, so what follows came from memory
-            assert ahead.pack(first).pack_id == first
-        ahead.step(1)
-        assert first not in ahead._packs
-        assert before >= 8
-
-
-def test_a_failure_in_the_background_is_raised_by_the_step_that_needs_it():
-    corpus = make_corpus(lengths=[100] * 60, supervised=1.0)
-    plan = PlanSection(**PLAN, epochs=1)
-    schedule = make_schedule(index=corpus.index(), plan=plan, block_size=4)
-    broken = int(schedule.documents_of_pack(int(schedule.pack_of_use[3, 1]))[0])
-
-    def document(number: int):
-        if number == broken:
-            raise OSError("the disk is gone")
-        return corpus.document(number)
-
-    with StepsAhead(planner=Planner(schedule=schedule, document=document), start_step=0, columns=(0,)) as ahead:
-        for index in range(3):
-            ahead.step(index)
-        for _ in range(2):
-            with pytest.raises(OSError, match="the disk is gone"):
-                ahead.step(3)

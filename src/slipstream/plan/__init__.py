@@ -4,7 +4,6 @@ What is trained in which step, by which column, from which slot, is fixed here b
 of corpus, recipe and seed. No torch.
 """
 
-from slipstream.plan.ahead import StepsAhead
 from slipstream.plan.evaluation import plan_validation
 from slipstream.plan.figures import PlanSummary
 from slipstream.plan.index import CorpusIndex
@@ -22,7 +21,6 @@ __all__ = [
     "PlanSummary",
     "Planner",
     "Schedule",
-    "StepsAhead",
     "make_schedule",
     "owned_columns",
     "plan_memory",
