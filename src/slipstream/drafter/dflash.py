@@ -17,11 +17,12 @@ from torch import nn
 from torch.nn import functional as F
 
 from slipstream.config import DrafterShape
-from slipstream.drafter.attention import AttentionKernel, SdpaAttention, choose_attention
+from slipstream.config.recipe import LayerType
+from slipstream.drafter.attention import SdpaAttention, choose_attention
 from slipstream.drafter.decode import DraftContext
 from slipstream.drafter.fused import BlockRows, fused_layers, fused_norm
 from slipstream.drafter.layers import DecoderLayer, Linear, RMSNorm, Rope, rope_tables
-from slipstream.drafter.masks import IntArray, make_spans
+from slipstream.drafter.masks import IntArray, Spans, make_spans
 from slipstream.records import BlockBatch, BoolArray
 
 Masks = Mapping[str, Any]
@@ -66,14 +67,31 @@ class DFlashDrafter(nn.Module):
         anchors, starts, valid = (
             tensor.cpu().numpy() for tensor in (batch.anchors_N, batch.anchor_start_N, batch.anchor_valid_N)
         )
-        return self._masks(
-            kernel=self.kernel,
+        spans = self.layer_spans(
             anchors=anchors,
             starts=starts,
             valid=valid,
             context_tokens=len(batch.context_positions_T),
             block_size=batch.positions_NB.shape[1],
         )
+        return {kind: self.kernel.mask(seen, device=self.device) for kind, seen in spans.items()}
+
+    def layer_spans(
+        self, *, anchors: IntArray, starts: IntArray, valid: BoolArray, context_tokens: int, block_size: int
+    ) -> dict[LayerType, Spans]:
+        """What every slot sees, for each kind of layer that the drafter has; `anchors`, `starts` and `valid` are `[N]`."""
+        return {
+            kind: make_spans(
+                kind=kind,
+                anchors=anchors,
+                starts=starts,
+                valid=valid,
+                block_size=block_size,
+                context_tokens=context_tokens,
+                window=self.shape.sliding_window,
+            )
+            for kind in dict.fromkeys(self.shape.layer_types)
+        }
 
     def forward(
         self,
@@ -157,14 +175,14 @@ class DFlashDrafter(nn.Module):
         """
         assert context.length >= start_position, "the context ends before the anchor"
         kernel = SdpaAttention()  # one block is no work for flex, and its lengths are not multiples of 128
-        masks = self._masks(
-            kernel=kernel,
+        spans = self.layer_spans(
             anchors=np.array([start_position]),
             starts=np.array([0]),
             valid=np.array([True]),
             context_tokens=start_position,
             block_size=len(token_ids_B),
         )
+        masks = {kind: kernel.mask(seen, device=self.device) for kind, seen in spans.items()}
         rope = self._rope(torch.arange(start_position, start_position + len(token_ids_B), device=self.device))
         x_BD = F.embedding(token_ids_B.to(self.device), embedding_VD).to(self.dtype)
         for index, (layer, kind) in enumerate(zip(self._layers(), self.shape.layer_types, strict=True)):
@@ -176,30 +194,6 @@ class DFlashDrafter(nn.Module):
 
     def _layers(self) -> list[DecoderLayer]:
         return cast(list[DecoderLayer], list(self.layers))
-
-    def _masks(
-        self,
-        *,
-        kernel: AttentionKernel,
-        anchors: IntArray,
-        starts: IntArray,
-        valid: BoolArray,
-        context_tokens: int,
-        block_size: int,
-    ) -> Masks:
-        masks: dict[str, Any] = {}
-        for kind in dict.fromkeys(self.shape.layer_types):
-            spans = make_spans(
-                kind=kind,
-                anchors=anchors,
-                starts=starts,
-                valid=valid,
-                block_size=block_size,
-                context_tokens=context_tokens,
-                window=self.shape.sliding_window,
-            )
-            masks[kind] = kernel.mask(spans, device=self.device)
-        return masks
 
     def _fuse(self, hidden_TKD: torch.Tensor) -> torch.Tensor:
         """Fused context `[T, D]`, the same for every layer."""

@@ -17,7 +17,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from slipstream.drafter.attention import FlexAttention, SdpaAttention, SdpaTile
 from slipstream.drafter.dflash import DFlashDrafter, Masks
-from slipstream.drafter.masks import TILE, Spans, make_spans, span_mask_mod, tile_indices
+from slipstream.drafter.masks import TILE, Spans, span_mask_mod, tile_indices
 from slipstream.records import BlockBatch
 
 Arrays = Mapping[str, torch.Tensor]
@@ -41,16 +41,14 @@ def mask_arrays(drafter: DFlashDrafter, batch: BlockBatch) -> dict[str, torch.Te
     anchors, starts, valid = (tensor.numpy() for tensor in (batch.anchors_N, batch.anchor_start_N, batch.anchor_valid_N))
     halves = HALVES[type(drafter.kernel)]
     found: dict[str, torch.Tensor] = {}
-    for kind in _kinds(drafter):
-        spans = make_spans(
-            kind=kind,  # type: ignore[arg-type]
-            anchors=anchors,
-            starts=starts,
-            valid=valid,
-            block_size=batch.positions_NB.shape[1],
-            context_tokens=len(batch.context_positions_T),
-            window=drafter.shape.sliding_window,
-        )
+    layers = drafter.layer_spans(
+        anchors=anchors,
+        starts=starts,
+        valid=valid,
+        context_tokens=len(batch.context_positions_T),
+        block_size=batch.positions_NB.shape[1],
+    )
+    for kind, spans in layers.items():
         found |= {f"{kind}.{name}": array for name, array in halves.arrays(spans).items()}
     return found
 
@@ -63,12 +61,8 @@ def masks_over(drafter: DFlashDrafter, arrays: Arrays, *, context_tokens: int) -
             {name.removeprefix(f"{kind}."): array for name, array in arrays.items() if name.startswith(f"{kind}.")},
             context_tokens,
         )
-        for kind in _kinds(drafter)
+        for kind in dict.fromkeys(drafter.shape.layer_types)
     }
-
-
-def _kinds(drafter: DFlashDrafter) -> list[str]:
-    return list(dict.fromkeys(drafter.shape.layer_types))
 
 
 def _span_arrays(spans: Spans) -> dict[str, torch.Tensor]:
