@@ -58,6 +58,31 @@ class RunFolder:
         return self.root / "accounts"
 
     @property
+    def spans(self) -> Path:
+        """Folder of the stretches of time that the accounts are made of, one JSON-lines file a worker."""
+        return self.root / "spans"
+
+    @property
+    def queues(self) -> Path:
+        """JSON lines: packs and bytes that wait between target and drafter, by drafter rank, about once a second."""
+        return self.root / "queues.jsonl"
+
+    @property
+    def gpus(self) -> Path:
+        """JSON lines: what NVML says of each GPU of the run, about once a second."""
+        return self.root / "gpus.jsonl"
+
+    @property
+    def prediction(self) -> Path:
+        """JSON: memory, stage costs and throughput as predicted before the start."""
+        return self.root / "prediction.json"
+
+    @property
+    def process(self) -> Path:
+        """JSON: `pid`, start time, host and command of the process that supervises the run, and whether it is detached."""
+        return self.root / "process.json"
+
+    @property
     def logs(self) -> Path:
         """Folder of log files, one a worker."""
         return self.root / "logs"
@@ -69,5 +94,5 @@ class RunFolder:
 
     def create(self) -> None:
         """Make the folder and those inside it that workers write to."""
-        for folder in (self.root, self.checkpoints, self.accounts, self.logs):
+        for folder in (self.root, self.checkpoints, self.accounts, self.spans, self.logs):
             folder.mkdir(parents=True, exist_ok=True)
