@@ -44,7 +44,7 @@ STATES: Mapping[str, State] = {
     "wait_slot": State("wait", "Waits for a free slot to write hidden states to.", "#cc3311", "#ef6a4c"),
     "wait_peer": State("wait", "Waits for the other ranks.", "#ee3377", "#f56a9b"),
     "wait_gpu": State("wait", "Waits for the GPU to catch up with what it was given.", "#c9b458", "#ddcc77"),
-    "wait_loader": State("wait", "Waits for the next step's arrays: the thread that prepares them is behind.", "#e69f00", "#ffbf40"),
+    "wait_loader": State("wait", "Waits for the next step's arrays: their thread is behind.", "#e69f00", "#ffbf40"),
     "wait_disk": State("wait", "Waits for the disk, which is still busy with an earlier checkpoint.", "#cc6677", "#e08d9b"),
     IDLE: State("idle", "Nothing that has a name.", "#d9d9d9", "#4a4a4a"),
 }  # fmt: skip
