@@ -148,7 +148,7 @@ class SpanColumns:
         if pieces:
             whole = self._whole
             before = (whole.lane, whole.state, whole.start, whole.seconds, whole.pack, whole.step)
-            joined = [np.concatenate(columns) for columns in zip(before, *pieces, strict=True)]
+            joined: list[Any] = [np.concatenate(columns) for columns in zip(before, *pieces, strict=True)]
             names = ("lane", "state", "start", "seconds", "pack", "step")
             self._whole = replace(
                 whole, lane_names=tuple(self._lanes), state_names=tuple(self._states), **dict(zip(names, joined, strict=True))
