@@ -25,6 +25,7 @@ bench: $(INSTALLED)
 	@$(BIN)/slipstream bench drafter
 	@$(BIN)/slipstream bench target
 	@$(BIN)/slipstream bench transport
+	@$(BIN)/slipstream bench pipeline --replays 1 --replays 3
 
 test-slow: $(INSTALLED)
 	@$(BIN)/python -m pytest -m slow

@@ -10,7 +10,7 @@ import pytest
 
 from slipstream.drafter import make_block_batch
 from slipstream.launch.bench import SHAPES
-from slipstream.launch.bench.pipeline import PipelineWork, StandingPlan, draw_anchors
+from slipstream.launch.bench.standing_plan import PipelineWork, StandingPlan, draw_anchors
 from slipstream.launch.bench.target import mixed_pack
 from slipstream.trainer.loop import PREPARED_STEPS
 

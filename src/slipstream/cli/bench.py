@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,6 +14,8 @@ from slipstream.errors import PreflightError
 
 if TYPE_CHECKING:
     from slipstream.launch.bench import Ceilings, DrafterBench, DrafterWork
+    from slipstream.launch.bench.pipeline import PipelineBench
+    from slipstream.launch.bench.standing_plan import PipelineWork
     from slipstream.launch.bench.target import TargetFigures
     from slipstream.launch.bench.transport import TransportBench
 
@@ -22,6 +25,7 @@ class Kind(StrEnum):
 
     CEILINGS = "ceilings"
     DRAFTER = "drafter"
+    PIPELINE = "pipeline"
     TARGET = "target"
     TRANSPORT = "transport"
 
@@ -31,7 +35,7 @@ def bench(
         Kind,
         typer.Argument(
             help="ceilings: matrix product and copy alone; drafter: a training step; target: a pack; "
-            "transport: slots of 839 MB between two processes."
+            "pipeline: both in one process against each alone; transport: slots of 839 MB between two processes."
         ),
     ],
     shape: Annotated[
@@ -39,11 +43,16 @@ def bench(
     ] = "qwen3.6-27b",
     documents: Annotated[int, typer.Option(help="Documents of a pack.")] = 2,
     document_tokens: Annotated[int, typer.Option(help="Tokens of a document.")] = 2048,
-    anchors: Annotated[int, typer.Option(help="Anchors of a pack.")] = 1024,
+    anchors: Annotated[int | None, typer.Option(help="Anchors of a pack.", show_default="1024, of the pipeline 512")] = None,
     packs: Annotated[int, typer.Option(help="Packs of a step.")] = 1,
     chunk_rows: Annotated[int, typer.Option(help="Rows of logits held at once.")] = 3328,
     steps: Annotated[int, typer.Option(help="Timed steps, or forwards of the target.")] = 12,
-    tokens: Annotated[int, typer.Option(help="Tokens of the target's pack.")] = 16384,
+    tokens: Annotated[
+        int | None, typer.Option(help="Tokens of the target's pack.", show_default="16384, of the pipeline 8192")
+    ] = None,
+    replays: Annotated[
+        list[int] | None, typer.Option(help="Uses of a pack in the pipeline; may be given several times.", show_default="1")
+    ] = None,
     layers: Annotated[int | None, typer.Option(help="Only so many layers of the target; else up to its last tap.")] = None,
     sweep: Annotated[bool, typer.Option(help="Time the loss's products at several chunk sizes first.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
@@ -55,37 +64,51 @@ def bench(
     from slipstream.device.kind import device_kind
 
     device_kind("cuda")
-    import torch
+    from slipstream.launch.bench import SHAPES, DrafterWork
+    from slipstream.launch.bench.standing_plan import PipelineWork
 
-    from slipstream.launch.bench import SHAPES, DrafterWork, measure_ceilings
-
-    if shape not in SHAPES:
-        raise PreflightError(key="--shape", value=shape, rule=f"is none of {', '.join(SHAPES)}")
-    device = torch.device("cuda", 0)
+    _check(shape=shape, known=SHAPES, replays=replays or [1])
     show = _Quiet() if as_json else _Tables()
-    ceilings = measure_ceilings(device=device)
-    found: dict[str, Any] = {
-        "device": torch.cuda.get_device_name(device),
-        "torch": torch.__version__,
-        "ceilings": asdict(ceilings),
-    }
-    show.ceilings(ceilings)
+    ceilings, found = _measure_machine(show)
     failed = False
     if kind is Kind.DRAFTER:
-        work = DrafterWork(documents, document_tokens, anchors, packs, chunk_rows, steps)
+        work = DrafterWork(documents, document_tokens, anchors or 1024, packs, chunk_rows, steps)
         result = _measure_drafter(shape=shape, work=work, sweep=sweep, ceilings=ceilings, show=show, found=found)
         failed = any(result.growth.values()) or any(result.calls.values())
+    if kind is Kind.PIPELINE:
+        both_work = PipelineWork(pack_tokens=tokens or 8192, anchors=anchors or 512, chunk_rows=chunk_rows)
+        both = _measure_pipeline(shape=shape, work=both_work, replays=replays or [1], layers=layers, show=show, found=found)
+        failed = any(any(each.growth.values()) or each.synchronised != "never" for each in both.figures)
     if kind is Kind.TARGET:
-        figures = _measure_target(shape=shape, tokens=tokens, layers=layers, ceilings=ceilings, repeats=steps, show=show)
+        size = tokens or 16384
+        figures = _measure_target(shape=shape, tokens=size, layers=layers, ceilings=ceilings, repeats=steps, show=show)
         found |= {"target": asdict(figures), "ratio": figures.ratio}
         failed = any(figures.growth.values()) or any(figures.waiting_calls.values()) or figures.synchronised != "never"
     if kind is Kind.TRANSPORT:
-        moved = _measure_transport(show)
-        found |= {"transport": asdict(moved), "ratio": moved.ratio}
+        moved = _measure_transport(show, found=found)
         failed = any(moved.growth.values()) or moved.seals_rejected > 0
     if as_json:
         typer.echo(json.dumps(found))
     raise typer.Exit(1 if failed else 0)
+
+
+def _check(*, shape: str, known: Iterable[str], replays: Sequence[int]) -> None:
+    if shape not in known:
+        raise PreflightError(key="--shape", value=shape, rule=f"is none of {', '.join(known)}")
+    if min(replays) < 1:
+        raise PreflightError(key="--replays", value=min(replays), rule="must be at least 1: a pack is trained on once or more")
+
+
+def _measure_machine(show: _Quiet) -> tuple[Ceilings, dict[str, Any]]:
+    import torch
+
+    from slipstream.launch.bench import measure_ceilings
+
+    device = torch.device("cuda", 0)
+    ceilings = measure_ceilings(device=device)
+    show.ceilings(ceilings)
+    name = torch.cuda.get_device_name(device)
+    return ceilings, {"device": name, "torch": torch.__version__, "ceilings": asdict(ceilings)}
 
 
 def _measure_drafter(
@@ -108,10 +131,26 @@ def _measure_drafter(
     return result
 
 
-def _measure_transport(show: _Quiet) -> TransportBench:
+def _measure_pipeline(
+    *, shape: str, work: PipelineWork, replays: Sequence[int], layers: int | None, show: _Quiet, found: dict[str, Any]
+) -> PipelineBench:
+    from slipstream.launch.bench import SHAPES
+    from slipstream.launch.bench.pipeline import bench_pipeline
+    from slipstream.launch.bench.target import TARGETS
+
+    both = bench_pipeline(
+        shape=SHAPES[shape], config=TARGETS[shape](), work=work, replays=replays, layers=layers, say=show.line
+    )
+    found |= {"shape": shape, "pipeline": asdict(both)}
+    show.pipeline(both)
+    return both
+
+
+def _measure_transport(show: _Quiet, *, found: dict[str, Any]) -> TransportBench:
     from slipstream.launch.bench.transport import TransportWork, bench_transport
 
     moved = bench_transport(TransportWork(), report=show.line)
+    found |= {"transport": asdict(moved), "ratio": moved.ratio}
     show.transport(moved)
     return moved
 
@@ -140,6 +179,9 @@ class _Quiet:
 
     def target(self, found: TargetFigures, *, ceilings: Ceilings) -> None:
         """A pack's."""
+
+    def pipeline(self, found: PipelineBench) -> None:
+        """Both stages'."""
 
     def transport(self, found: TransportBench) -> None:
         """The slots'."""
@@ -177,6 +219,17 @@ class _Tables(_Quiet):
         table = Table(title=f"target, {found.shape}", title_justify="left", show_header=False)
         for label, text in _target_rows(found, ceilings=ceilings):
             table.add_row(label, text)
+        Console(highlight=False, width=120).print(table)
+
+    def pipeline(self, found: PipelineBench) -> None:
+        """Both stages'."""
+        from rich.console import Console
+        from rich.table import Table
+
+        title = f"pipeline, {found.layers} layers, {found.pack_tokens} tokens, {found.anchors} anchors"
+        table = Table("", *(f"{each.replays} uses of a pack" for each in found.figures), title=title, title_justify="left")
+        for label, *texts in _pipeline_rows(found):
+            table.add_row(label, *texts)
         Console(highlight=False, width=120).print(table)
 
     def transport(self, found: TransportBench) -> None:
@@ -229,6 +282,20 @@ def _target_rows(found: TargetFigures, *, ceilings: Ceilings) -> list[tuple[str,
         ("waiting calls in a trace", ", ".join(f"{name} {count}" for name, count in found.waiting_calls.items()) or "none"),
         *((f"  {name}", f"{spent:.2f} ms") for name, spent in found.kernels.items() if spent),
     ]
+
+
+def _pipeline_rows(found: PipelineBench) -> Iterator[tuple[str, ...]]:
+    each = found.figures
+    yield "target alone, ms a pack", *(f"{one.target_milliseconds:.1f}" for one in each)
+    yield "drafter alone, ms a use", *(f"{one.drafter_milliseconds:.1f}" for one in each)
+    yield "together, ms a pack", *(f"{one.together_milliseconds:.1f}" for one in each)
+    yield "of what both alone would take", *(f"{one.ratio:.3f}" for one in each)
+    yield "trained tokens a second", *(f"{one.trained_tokens_per_second:.0f}" for one in each)
+    yield "unique tokens a second", *(f"{one.unique_tokens_per_second:.0f}" for one in each)
+    yield "gain over one use, at most", *(f"{one.gain:.3f}, {one.gain_bound:.3f}" for one in each)
+    yield "memory, GiB", *(f"peak {one.peak_gib:.2f}" for one in each)
+    yield "grown after warm-up", *(", ".join(f"{name} {value}" for name, value in one.growth.items()) for one in each)
+    yield "waits; skipped steps", *(f"{one.synchronised}; {one.skipped_steps}" for one in each)
 
 
 def _transport_rows(found: TransportBench) -> list[tuple[str, str]]:

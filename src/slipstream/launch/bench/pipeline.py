@@ -9,25 +9,31 @@ T context tokens, N anchors, R uses of a pack.
 
 from __future__ import annotations
 
+import copy
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
+from transformers import AutoModel
 
 from slipstream.config import DrafterShape, Recipe, make_recipe
+from slipstream.config.recipe import ObjectiveSection
+from slipstream.config.target_info import spread_taps
 from slipstream.drafter import DFlashDrafter, build_drafter, make_block_batch
 from slipstream.launch.bench.counters import counters
-from slipstream.launch.bench.target import build_target, mixed_pack
+from slipstream.launch.bench.standing_plan import PipelineWork, StandingPlan
+from slipstream.launch.bench.target import build_target, mixed_pack, random_info, synchronises
 from slipstream.launch.on_gpu import Gpu
 from slipstream.objective import block_loss, planned_denominator
 from slipstream.observe import Account
-from slipstream.records import Pack, Step, Use
+from slipstream.plan import plan_memory
+from slipstream.records import BlockBatch, Pack, Step, Use
 from slipstream.target.huggingface import HuggingFaceTarget
+from slipstream.target.loading import truncate_config
 from slipstream.trainer.column import ColumnPass
 from slipstream.trainer.engine import Engine, EngineParts
 from slipstream.trainer.guard import Counters
@@ -35,29 +41,22 @@ from slipstream.trainer.lanes import CudaLanes
 from slipstream.trainer.late_work import CudaWork
 from slipstream.trainer.loop import PREPARED_STEPS, HiddenSource, Trainer
 from slipstream.trainer.optim import FlatAdamW
-from slipstream.trainer.prefetch import StepPrefetch, prepare_step
+from slipstream.trainer.prefetch import PreparedStep, StepPrefetch, prepare_step
 from slipstream.trainer.tally import StepTally
 from slipstream.trainer.warmup import MadeUpSource
 from slipstream.transport.device_inline import DeviceInline
 from slipstream.transport.layout import SlotLayout
 from slipstream.transport.ledger import PackOrder
-from slipstream.transport.planned import PlannedUse
 
 FINGERPRINT = "random"
 DISTINCT_PACKS = 2
+ORDERED_PACKS = 100_000
+PERIOD = 4
+"""Layers by which a target is cut: hybrid ones repeat after so many."""
+SPARE = 0.05
+"""Share of the free memory that the choice of layers leaves alone."""
+
 Say = Callable[[str], None]
-
-
-@dataclass(frozen=True, slots=True)
-class PipelineWork:
-    """What is trained on: `packs` new packs in each of `rounds` turns, each used `replays` times; `chunk_rows` of logits."""
-
-    pack_tokens: int = 8192
-    anchors: int = 512
-    packs: int = 6
-    rounds: int = 3
-    replays: int = 1
-    chunk_rows: int = 3328
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,72 +64,37 @@ class PipelineFigures:
     """Medians over rounds, in milliseconds a pack (`drafter_milliseconds`: a use). Tokens are real context tokens.
 
     `unique_tokens_per_second` counts each pack once, `trained_tokens_per_second` every use; `ratio` is what the two stages
-    alone would take over what they took together. `growth` is what counters of allocations and compilations gained.
+    alone would take over what they took together. `gain` is the trained rate over that of the two stages one after the
+    other without replays, `gain_bound` = (t_T + t_D) / (t_T / R + t_D) the most that it can be. `growth` is what counters of
+    allocations and compilations gained, `synchronised` "never" or what made the CPU wait in a turn that forbids it.
     """
 
+    replays: int
     target_milliseconds: float
     drafter_milliseconds: float
     together_milliseconds: float
     ratio: float
+    gain: float
+    gain_bound: float
     trained_tokens_per_second: float
     unique_tokens_per_second: float
     peak_gib: float
     growth: Mapping[str, int]
     skipped_steps: int
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
+    synchronised: str
 
 
-class StandingPlan:
-    """A plan without an end: one column; in R steps running one new pack, and the R - 1 before it once more each."""
+@dataclass(frozen=True, slots=True)
+class PipelineBench:
+    """What was built, and the figures for each number of uses."""
 
-    def __init__(self, *, packs: list[Pack], shape: DrafterShape, work: PipelineWork) -> None:
-        self._packs = [replace(pack, loss_mask=np.arange(pack.capacity_tokens) < pack.num_tokens) for pack in packs]
-        self._work, self._block_size = work, shape.block_size
-
-    def pack_of_step(self, step: int) -> tuple[int, int]:
-        """Pack id and use number."""
-        group, use = divmod(step, self._work.replays)
-        return group + self._work.replays - 1 - use, use
-
-    def pack(self, pack_id: int) -> Pack:
-        """One of a few packs, under that id."""
-        return replace(self._packs[pack_id % len(self._packs)], pack_id=pack_id)
-
-    def step(self, step: int) -> Step:
-        """N anchors drawn for this step, every slot of each supervised."""
-        pack_id, number = self.pack_of_step(step)
-        pack = self.pack(pack_id)
-        anchors = draw_anchors(pack, count=self._work.anchors, block_size=self._block_size, seed=step)
-        supervised = np.full(self._block_size, len(anchors), dtype=np.int64)
-        supervised[0] = 0
-        use = Use(
-            step=step, pack_id=pack_id, use_number=number, anchors=anchors,
-            anchor_valid=np.ones(len(anchors), dtype=np.bool_), supervised_per_slot=supervised,
-            is_last=number == self._work.replays - 1,
-        )  # fmt: skip
-        return Step(index=step, epoch=0, uses=(use,), supervised_per_slot=supervised)
-
-    def uses(self) -> Iterator[PlannedUse]:
-        """What the loop takes, in order."""
-        step = 0
-        while True:
-            pack_id, number = self.pack_of_step(step)
-            yield PlannedUse(pack_id=pack_id, is_last=number == self._work.replays - 1)
-            step += 1
-
-
-def draw_anchors(pack: Pack, *, count: int, block_size: int, seed: int) -> np.ndarray[Any, np.dtype[np.int32]]:
-    """Sorted anchors whose whole blocks lie in their documents."""
-    length = np.diff(pack.starts)
-    places = [
-        np.arange(start + 1, start + tokens - block_size)
-        for start, tokens in zip(pack.starts[:-1], length, strict=True)
-        if tokens > block_size + 1
-    ]
-    return np.sort(np.random.default_rng(seed).permutation(np.concatenate(places))[:count]).astype(np.int32)
+    layers: int
+    taps: tuple[int, ...]
+    pack_tokens: int
+    real_tokens: float
+    anchors: int
+    build_seconds: float
+    figures: tuple[PipelineFigures, ...]
 
 
 class Pipeline:
@@ -169,13 +133,80 @@ class Pipeline:
 
 
 def bench_pipeline(
-    *, shape: DrafterShape, config: Any, taps: tuple[int, ...], work: PipelineWork, say: Say = lambda line: None
-) -> PipelineFigures:
-    """Warm up, then time target, drafter and both by turns. `config` is the target's, cut after the last of `taps`."""
+    *,
+    shape: DrafterShape,
+    config: Any,
+    work: PipelineWork,
+    replays: Sequence[int] = (1,),
+    layers: int | None = None,
+    say: Say = lambda line: None,
+) -> PipelineBench:
+    """Warm up, then time target, drafter and both by turns, for each number of uses in `replays` (`work` gives the rest).
+
+    `config` is the whole target's. With `layers` only so many of it run, the taps spread over them; without, all up to the
+    last tap, or as many as the free memory holds.
+    """
+    began = time.perf_counter()
     device = torch.device("cuda", torch.cuda.current_device())
+    torch.cuda.empty_cache()
+    layers = layers or layers_that_fit(shape=shape, config=config, work=work, free_bytes=torch.cuda.mem_get_info()[0])
+    taps = spread_taps(num_layers=min(layers + 2, config.num_hidden_layers), num_taps=shape.num_taps)
+    shape = replace(shape, tap_layers=taps)
     target, _ = build_target(config, taps=taps)
     packs = [mixed_pack(work.pack_tokens, vocab_size=shape.mask_token_id, seed=seed) for seed in range(DISTINCT_PACKS)]
-    pipeline, close = _build(target=target, shape=shape, work=work, packs=packs, device=device, say=say)
+    rig = _build(target=target, shape=shape, work=work, packs=packs, device=device)
+    built = time.perf_counter() - began
+    say(f"{taps[-1] + 1} layers and a drafter of {rig.trainer.optimizer.num_parameters / 1e9:.2f} B parameters: {built:.0f} s")
+    figures = tuple(_measure(rig, work=replace(work, replays=number), say=say) for number in replays)
+    return PipelineBench(
+        layers=taps[-1] + 1, taps=taps, pack_tokens=work.pack_tokens, anchors=work.anchors, build_seconds=built,
+        real_tokens=statistics.mean(pack.num_tokens for pack in packs), figures=figures,
+    )  # fmt: skip
+
+
+def layers_that_fit(*, shape: DrafterShape, config: Any, work: PipelineWork, free_bytes: int) -> int:
+    """Layers of a target up to its last tap, or fewer, in whole periods of four, where memory does not hold them all.
+
+    The rest of the process is taken from the memory plan; a layer's bytes are counted on the meta device.
+    """
+    wanted = spread_taps(num_layers=config.num_hidden_layers, num_taps=shape.num_taps)[-1] + 1
+    some = copy.deepcopy(config)
+    truncate_config(some, num_layers=min(PERIOD, config.num_hidden_layers))
+    with torch.device("meta"):
+        model = AutoModel.from_config(some, dtype=torch.bfloat16)
+    layer = sum(weight.nbytes for weight in model.layers.parameters()) // len(model.layers)
+    (process,) = plan_memory(
+        recipe=_recipe(shape=shape, work=work), info=random_info(config), shape=shape, schedule_slots_per_column=1,
+        validation_slots=0, device="cuda",
+    ).of("colocated")  # fmt: skip
+    rest = process.peak_bytes - sum(item.nbytes for item in process.items if item.name == "target weights")
+    ends = 2 * config.vocab_size * config.hidden_size
+    slots = 5 * work.pack_tokens * shape.num_taps * config.hidden_size * 2
+    fit = (int(free_bytes * (1 - SPARE)) - rest - ends - slots) // layer
+    if fit >= wanted:
+        return wanted
+    fewest = shape.num_taps + 1
+    return max(fewest, fit // PERIOD * PERIOD)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rig:
+    """Both stages, built and warm; what crosses between them depends on the number of uses and comes later."""
+
+    target: HuggingFaceTarget
+    trainer: Trainer
+    engine: Engine
+    shape: DrafterShape
+    packs: list[Pack]
+    resident: MadeUpSource
+    gpu: Gpu
+
+
+def _measure(rig: _Rig, *, work: PipelineWork, say: Say) -> PipelineFigures:
+    plan = StandingPlan(packs=rig.packs, shape=rig.shape, work=work)
+    together = _together(rig, plan=plan, work=work)
+    rig.trainer.prepare = _prepare(rig.engine, plan=plan, shape=rig.shape, chunk_rows=work.chunk_rows)
+    pipeline = Pipeline(target=rig.target, trainer=rig.trainer, plan=plan, together=together, resident=rig.resident)
     uses = work.packs * work.replays
     turns = {
         "target": partial(pipeline.target_alone, work.packs),
@@ -184,7 +215,7 @@ def bench_pipeline(
     }
     try:
         for name, turn in turns.items():
-            say(f"{name}, first turn: {_timed(turn):.1f} s")
+            say(f"replays {work.replays}, {name}, first turn: {_timed(turn):.1f} s")
         torch.cuda.reset_peak_memory_stats()
         before = counters()
         seconds: dict[str, list[float]] = {name: [] for name in turns}
@@ -192,20 +223,24 @@ def bench_pipeline(
             for name, turn in turns.items():
                 seconds[name].append(_timed(turn))
         growth = {name: value - before[name] for name, value in counters().items()}
-        skipped = pipeline.skipped_steps + sum(record.skipped for record in pipeline.trainer.metrics.drain(all_of_it=True))
+        peak = torch.cuda.max_memory_allocated() / 2**30
+        synchronised = synchronises(partial(pipeline.both, work.replays))
+        skipped = pipeline.skipped_steps + sum(record.skipped for record in rig.trainer.metrics.drain(all_of_it=True))
     finally:
-        close()
+        together.close()
     target_ms, drafter_ms, together_ms = (
         statistics.median(seconds[name]) / count * 1e3
         for name, count in (("target", work.packs), ("drafter", uses), ("together", work.packs))
     )
-    tokens = statistics.mean(pack.num_tokens for pack in packs)
+    per_second = statistics.mean(pack.num_tokens for pack in rig.packs) / together_ms * 1e3
     return PipelineFigures(
+        replays=work.replays,
         target_milliseconds=target_ms, drafter_milliseconds=drafter_ms, together_milliseconds=together_ms,
         ratio=(target_ms + work.replays * drafter_ms) / together_ms,
-        trained_tokens_per_second=work.replays * tokens / together_ms * 1e3,
-        unique_tokens_per_second=tokens / together_ms * 1e3,
-        peak_gib=torch.cuda.max_memory_allocated() / 2**30, growth=growth, skipped_steps=skipped,
+        gain=work.replays * (target_ms + drafter_ms) / together_ms,
+        gain_bound=(target_ms + drafter_ms) / (target_ms / work.replays + drafter_ms),
+        trained_tokens_per_second=work.replays * per_second, unique_tokens_per_second=per_second,
+        peak_gib=peak, growth=growth, skipped_steps=skipped, synchronised=synchronised,
     )  # fmt: skip
 
 
@@ -224,40 +259,53 @@ class _Ends:
 
 
 def _build(
-    *,
-    target: HuggingFaceTarget,
-    shape: DrafterShape,
-    work: PipelineWork,
-    packs: list[Pack],
-    device: torch.device,
-    say: Say,
-) -> tuple[Pipeline, Callable[[], None]]:
-    plan, recipe = StandingPlan(packs=packs, shape=shape, work=work), _recipe(shape=shape, work=work)
+    *, target: HuggingFaceTarget, shape: DrafterShape, work: PipelineWork, packs: list[Pack], device: torch.device
+) -> _Rig:
+    recipe = _recipe(shape=shape, work=work)
     drafter = build_drafter(shape=shape, dtype="bfloat16", device=str(device), seed=0, attention="auto")
-    head_VD = (torch.randn(shape.vocab_size, shape.hidden_size, device=device) * 0.02).to(torch.bfloat16)
+    head_VD = (torch.randn(shape.vocab_size, shape.hidden_size, device=device) * shape.initializer_range).to(torch.bfloat16)
     ends = _Ends(embedding_VD=head_VD.cpu(), head_VD=head_VD)
+    size = (work.pack_tokens, shape.num_taps, shape.hidden_size)
+    resident = MadeUpSource(torch.zeros(size, dtype=torch.bfloat16, device=device), target_fingerprint=FINGERPRINT)
+    plan = StandingPlan(packs=packs, shape=shape, work=work)
+    _capture(target, plan.pack(0), resident.take(0).hidden_TKD)
+    trainer, engine = _trainer(
+        recipe=recipe, shape=shape, drafter=drafter, ends=ends, plan=plan, source=resident, device=device
+    )
+    engine.warm_up(trainer)
+    return _Rig(
+        target=target, trainer=trainer, engine=engine, shape=shape, packs=packs, resident=resident, gpu=Gpu.open()
+    )  # fmt: skip
+
+
+def _together(rig: _Rig, *, plan: StandingPlan, work: PipelineWork) -> DeviceInline:
+    """The transport of a colocated process, with a slot more than packs are alive."""
+    shape, gpu, num_slots = rig.shape, rig.gpu, work.replays + 1
     layout = SlotLayout(pack_tokens=work.pack_tokens, num_taps=shape.num_taps, hidden_size=shape.hidden_size, dtype="bfloat16")
-    gpu, num_slots = Gpu.open(), work.replays + 1
-    together = DeviceInline(
-        order=[PackOrder(pack_id=pack_id, rank=0, slot=pack_id % num_slots) for pack_id in range(100_000)],
+    return DeviceInline(
+        order=[PackOrder(pack_id=pack_id, rank=0, slot=pack_id % num_slots) for pack_id in range(ORDERED_PACKS)],
         uses=plan.uses(),
-        produce=lambda assignment, slot: _capture(target, plan.pack(assignment.pack_id), slot.hidden_TKD),
+        produce=lambda assignment, slot: _capture(rig.target, plan.pack(assignment.pack_id), slot.hidden_TKD),
         berths=gpu.berths(layout, num_slots),
         slot_bytes=layout.nbytes,
         fingerprint=FINGERPRINT,
         streams=gpu.streams,
         operations=gpu.operations,
     )
-    size = (work.pack_tokens, shape.num_taps, shape.hidden_size)
-    resident = MadeUpSource(torch.zeros(size, dtype=torch.bfloat16, device=device), target_fingerprint=FINGERPRINT)
-    _capture(target, plan.pack(0), resident.take(0).hidden_TKD)
-    trainer, engine = _trainer(
-        recipe=recipe, shape=shape, drafter=drafter, ends=ends, plan=plan, source=resident, device=device
-    )
-    engine.warm_up(trainer)
-    say(f"drafter of {trainer.optimizer.num_parameters / 1e9:.2f} B parameters is warm")
-    pipeline = Pipeline(target=target, trainer=trainer, plan=plan, together=together, resident=resident)
-    return pipeline, together.close
+
+
+def _prepare(engine: Engine, *, plan: StandingPlan, shape: DrafterShape, chunk_rows: int) -> Callable[[int], PreparedStep]:
+    make_batch = _make_batch(shape, chunk_rows=chunk_rows)
+    objective = ObjectiveSection(chunk_rows=chunk_rows)
+
+    def denominator(step: Step) -> float:
+        return planned_denominator(objective=objective, supervised_per_slot=step.supervised_per_slot)
+
+    def prepare(index: int) -> PreparedStep:
+        step = prepare_step(planner=plan, index=index, columns=(0,), make_batch=make_batch, denominator=denominator)
+        return engine.placing.stage(step)
+
+    return prepare
 
 
 def _trainer(
@@ -272,28 +320,20 @@ def _trainer(
 ) -> tuple[Trainer, Engine]:
     objective, account = recipe.objective, Account("bench")
     optimizer = FlatAdamW(drafter, section=recipe.optimizer, num_extra=StepTally.size(shape.block_size))
-    make_batch = partial(
-        _make_batch, block_size=shape.block_size, mask_token_id=shape.mask_token_id, chunk_rows=objective.chunk_rows
-    )
+    make_batch = _make_batch(shape, chunk_rows=objective.chunk_rows)
     parts = EngineParts(
         recipe=recipe, shape=shape, drafter=drafter, ends=ends, device=device, target_fingerprint=FINGERPRINT,
         num_columns=1, is_alone=True, saves=False, log=None, make_batch=make_batch, validate=None,
         take_first=lambda: None, optimizer=optimizer, counters=Counters(), start_step=0,
     )  # fmt: skip
     engine = Engine(CudaLanes(device), CudaWork(device), parts)
-    prepare = partial(
-        prepare_step,
-        planner=plan,
-        columns=(0,),
-        make_batch=make_batch,
-        denominator=lambda step: planned_denominator(objective=objective, supervised_per_slot=step.supervised_per_slot),
-    )
     column_pass = ColumnPass(
         drafter=drafter, ends=ends, loss=partial(block_loss, objective=objective), noise=None,
         target_fingerprint=FINGERPRINT, device=device, account=account, placing=engine.placing,
     )  # fmt: skip
     trainer = Trainer(
-        prepare=lambda index: engine.placing.stage(prepare(index=index)), num_steps=1_000_000, start_step=0, plan_digest="",
+        prepare=_prepare(engine, plan=plan, shape=shape, chunk_rows=objective.chunk_rows),
+        num_steps=1_000_000, start_step=0, plan_digest="",
         block_size=shape.block_size, source=source, column_pass=column_pass, optimizer=optimizer, section=recipe.optimizer,
         checkpoint_every_steps=1_000_000, saving=None, group=None, hooks=(), counters=Counters(), account=account,
         metrics=engine.metrics,
@@ -319,7 +359,11 @@ def _recipe(*, shape: DrafterShape, work: PipelineWork) -> Recipe:
     )
 
 
-def _make_batch(pack: Pack, use: Use, *, block_size: int, mask_token_id: int, chunk_rows: int) -> Any:
+def _make_batch(shape: DrafterShape, *, chunk_rows: int) -> Callable[[Pack, Use], BlockBatch]:
+    return partial(_batch_of, block_size=shape.block_size, mask_token_id=shape.mask_token_id, chunk_rows=chunk_rows)
+
+
+def _batch_of(pack: Pack, use: Use, *, block_size: int, mask_token_id: int, chunk_rows: int) -> BlockBatch:
     return make_block_batch(pack=pack, use=use, block_size=block_size, mask_token_id=mask_token_id, chunk_rows=chunk_rows)
 
 

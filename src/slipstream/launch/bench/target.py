@@ -164,7 +164,7 @@ def measure_target(
         build_seconds=build.seconds,
         first_forward_seconds=timed.first_seconds,
         layer_code=code,
-        synchronised=_synchronises(works[0]),
+        synchronised=synchronises(works[0]),
         growth=timed.growth,
         waiting_calls=calls,
         kernels=kernels,
@@ -270,7 +270,8 @@ def useful_flops(config: Any, *, parameters: int, pack: Pack, layers: int) -> fl
     return 2.0 * parameters * pack.num_tokens + 2.0 * attentions * width * squares
 
 
-def _synchronises(work: Callable[[], object]) -> str:
+def synchronises(work: Callable[[], object]) -> str:
+    """What makes the CPU wait for the device in a piece of work, in words, or "never"."""
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
