@@ -174,7 +174,7 @@ def layers_that_fit(*, shape: DrafterShape, config: Any, work: PipelineWork, fre
     truncate_config(some, num_layers=min(PERIOD, config.num_hidden_layers))
     with torch.device("meta"):
         model = AutoModel.from_config(some, dtype=torch.bfloat16)
-    layer = sum(weight.nbytes for weight in model.layers.parameters()) // len(model.layers)
+    layer: int = sum(weight.nbytes for weight in model.layers.parameters()) // len(model.layers)
     (process,) = plan_memory(
         recipe=_recipe(shape=shape, work=work), info=random_info(config), shape=shape, schedule_slots_per_column=1,
         validation_slots=0, device="cuda",
