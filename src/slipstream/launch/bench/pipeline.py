@@ -182,7 +182,7 @@ def layers_that_fit(*, shape: DrafterShape, config: Any, work: PipelineWork, fre
     rest = process.peak_bytes - sum(item.nbytes for item in process.items if item.name == "target weights")
     ends = 2 * config.vocab_size * config.hidden_size
     slots = 5 * work.pack_tokens * shape.num_taps * config.hidden_size * 2
-    fit = (int(free_bytes * (1 - SPARE)) - rest - ends - slots) // layer
+    fit: int = (int(free_bytes * (1 - SPARE)) - rest - ends - slots) // layer
     if fit >= wanted:
         return wanted
     fewest = shape.num_taps + 1
