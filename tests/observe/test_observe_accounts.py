@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.observe.accounts import IDLE, Account, AccountWriter
+from slipstream.observe.accounts import Account, AccountWriter
+from slipstream.observe.states import IDLE
 
 
 class Clock:

@@ -1,8 +1,7 @@
 """Accounts of time: every nanosecond of a worker is charged to exactly one state. Waits for nothing.
 
-States are work ("forward", "backward", "optimizer", "target", "pack", ...) or waits with their cause ("wait_input",
-"wait_slot", "wait_peer"); what no state claims is "idle". A nested state takes its time away from the one around it, so
-the states of a worker sum to its wall time.
+States are those of `states.STATES`: work, or waits with their cause; what no state claims is "idle". A nested state takes
+its time away from the one around it, so the states of a worker sum to its wall time. Every change of state is a span too.
 """
 
 from __future__ import annotations
@@ -15,51 +14,133 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Protocol
 
-IDLE = "idle"
-"""The state of a worker that no other state claims."""
+from slipstream.observe.spans import SpanLog
+from slipstream.observe.states import GPU_STAGES, IDLE
 
 logger = logging.getLogger(__name__)
 
 
-class Account:
-    """Time of one worker thread by state, in nanoseconds. The first thread that switches it owns it; any may read it."""
+class Stages(Protocol):
+    """Times a state's work on a GPU; see `stages.GpuStages`."""
 
-    def __init__(self, worker: str, *, clock: Callable[[], int] = time.perf_counter_ns) -> None:
+    def begin(self, state: str, pack: int | None, step: int | None) -> object | None:
+        """What is launched from here on belongs to a state. None when it cannot be timed."""
+        ...
+
+    def end(self, stage: object) -> None:
+        """All of its work has been launched."""
+        ...
+
+    def close(self) -> None:
+        """No more will begin."""
+        ...
+
+
+class Account:
+    """Time of one worker thread by state, in nanoseconds. The first thread that switches it owns it; any may read it.
+
+    `spans` takes every stretch of one state, on the lane "cpu"; `stages`, which may be put in place later, times on the GPU
+    what states of `GPU_STAGES` launch.
+    """
+
+    def __init__(self, worker: str, *, clock: Callable[[], int] = time.perf_counter_ns, spans: SpanLog | None = None) -> None:
         self.worker = worker
+        self.spans = spans
+        self.stages: Stages | None = None
+        self.step = 0
+        """The step that a state named last."""
         self._clock = clock
         self._lock = threading.Lock()
         self._charged: dict[str, int] = {IDLE: 0}
-        self._state = IDLE
+        self._now = _Claim(self, IDLE, pack=None, step=None, whole=False)
+        self._whole = False
         self._owner: int | None = None
         self._began = self._since = clock()
+        if spans is not None:
+            spans.before_write = self.cut
+
+    def state(self, name: str, *, pack: int | None = None, step: int | None = None, whole: bool = False) -> _Claim:
+        """A context: charge the time inside to `name`, except what a state nested in it claims; `whole` lets none claim any.
+
+        `pack` and `step` say what the time was spent on. Contexts are entered once.
+        """
+        return _Claim(self, name, pack=pack, step=step, whole=whole)
 
     @contextmanager
-    def state(self, name: str) -> Iterator[None]:
-        """Charge the time inside to `name`, except what a state nested in it claims."""
-        outer = self._switch(name)
+    def aside(self, lane: str, name: str, *, pack: int | None = None, step: int | None = None) -> Iterator[None]:
+        """A span of another thread of this worker, on its own lane: charged to nobody. From any thread."""
+        began = self._clock()
         try:
             yield
         finally:
-            self._switch(outer)
-
-    def _switch(self, name: str) -> str:
-        self._owner = self._owner or threading.get_ident()
-        assert self._owner == threading.get_ident(), f"the account of {self.worker} is switched by two threads"
-        with self._lock:
-            now = self._clock()
-            outer = self._state
-            self._charged[outer] = self._charged.get(outer, 0) + now - self._since
-            self._state, self._since = name, now
-        return outer
+            if self.spans is not None:
+                self.spans.add(lane, name, began, self._clock(), pack, step)
 
     def read(self) -> tuple[int, dict[str, int]]:
         """Wall nanoseconds since the account was opened, and nanoseconds by state; the latter sum to the former."""
         with self._lock:
             now = self._clock()
             charged = dict(self._charged)
-            charged[self._state] = charged.get(self._state, 0) + now - self._since
+            charged[self._now.name] = charged.get(self._now.name, 0) + now - self._since
             return now - self._began, charged
+
+    def cut(self) -> None:
+        """End the span that lasts just now and begin another of the same state, so that long ones are seen. From any thread."""
+        with self._lock:
+            self._charge(self._now)
+
+    def _enter(self, claim: _Claim) -> _Claim:
+        me = threading.get_ident()
+        self._owner = self._owner or me
+        assert self._owner == me, f"the account of {self.worker} is switched by two threads"
+        with self._lock:
+            outer = self._now
+            self._charge(claim)
+        if claim.step is not None:
+            self.step = claim.step
+        return outer
+
+    def _charge(self, to: _Claim) -> None:
+        """Charge the current state up to now, and go on with another one. The lock is held."""
+        now, current, since = self._clock(), self._now, self._since
+        charged = self._charged
+        charged[current.name] = charged.get(current.name, 0) + now - since
+        if self.spans is not None:
+            self.spans.add("cpu", current.name, since, now, current.pack, current.step)
+        self._now, self._since = to, now
+
+
+class _Claim:
+    """One stretch of a state, as a context."""
+
+    __slots__ = ("_account", "_outer", "_stage", "_whole", "name", "pack", "step")
+
+    def __init__(self, account: Account, name: str, *, pack: int | None, step: int | None, whole: bool) -> None:
+        self._account, self._whole = account, whole
+        self.name, self.pack, self.step = name, pack, step
+        self._outer: _Claim | None = None
+        self._stage: object | None = None
+
+    def __enter__(self) -> None:
+        account = self._account
+        if account._whole:
+            return
+        self._outer = account._enter(self)
+        account._whole = self._whole
+        if account.stages is not None and self.name in GPU_STAGES:
+            self._stage = account.stages.begin(self.name, self.pack, self.step)
+
+    def __exit__(self, *_: object) -> None:
+        if self._outer is None:
+            return
+        account = self._account
+        account._whole = False
+        if self._stage is not None:
+            assert account.stages is not None
+            account.stages.end(self._stage)
+        account._enter(self._outer)
 
 
 class AccountWriter:
