@@ -11,6 +11,7 @@ import numpy as np
 
 from slipstream.config import DrafterShape
 from slipstream.drafter import make_block_batch
+from slipstream.plan.flops import drafter_flops
 from slipstream.records import Pack, Use
 from slipstream.trainer.prefetch import PreparedColumn
 
@@ -28,23 +29,11 @@ class DrafterWork:
 
 
 def useful_tflop(*, shape: DrafterShape, pack: Pack, use: Use, num_rows: int) -> float:
-    """Floating-point operations, in 1e12, of one pack: multiply-adds twice, backward as twice forward.
-
-    All layers on all Q slots and the context's keys and values (3 x forward), fusion without the gradient of its input (2 x),
-    the frozen head on supervised rows (2 x), attention's two products on visible pairs alone (3 x). What a trick leaves out
-    still counts; what is computed twice counts once.
-    """
-    hidden, width = shape.hidden_size, shape.head_dim
-    slots, tokens = len(use.anchors) * shape.block_size, pack.capacity_tokens
-    key_value = 2 * hidden * shape.num_key_value_heads * width
-    per_slot = 2 * hidden * shape.num_attention_heads * width + key_value + 3 * hidden * shape.intermediate_size
+    """Useful floating-point operations, in 1e12, of one pack: `drafter_flops`, on the pairs that its anchors see."""
     starts = pack.starts[np.searchsorted(pack.starts, use.anchors, side="right") - 1]
     pairs = float(((use.anchors - starts) + shape.block_size).sum()) * shape.block_size
-    attention = 2 * pairs * shape.num_attention_heads * width
-    layers = shape.num_layers * (slots * per_slot + tokens * key_value + attention)
-    fusion = tokens * shape.num_taps * hidden * hidden
-    head = num_rows * hidden * shape.vocab_size
-    return 2 * (3 * layers + 2 * fusion + 2 * head) / 1e12
+    work = drafter_flops(shape=shape, tokens=pack.capacity_tokens, anchors=len(use.anchors), visible_pairs=pairs, rows=num_rows)
+    return work / 1e12
 
 
 def make_columns(*, shape: DrafterShape, work: DrafterWork, seed: int = 0) -> tuple[list[PreparedColumn], float]:

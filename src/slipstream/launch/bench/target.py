@@ -25,6 +25,7 @@ from slipstream.config.target_info import spread_taps
 from slipstream.errors import UsageError
 from slipstream.launch.bench.ceilings import Ceilings, median_ms
 from slipstream.launch.bench.counters import counters, profile_kernels
+from slipstream.plan.flops import target_flops
 from slipstream.records import Pack
 from slipstream.target.huggingface import HuggingFaceTarget
 from slipstream.target.isolation import pack_documents
@@ -258,16 +259,16 @@ def mixed_pack(pack_tokens: int, *, vocab_size: int, seed: int) -> Pack:
 
 
 def useful_flops(config: Any, *, parameters: int, pack: Pack, layers: int) -> float:
-    """2 × matrix parameters × real tokens, and for each attention layer 2 · heads · head size · L² for a document of L tokens.
-
-    That is the causal half of both products. The delta rule, the convolution and all that is elementwise count as nothing.
-    """
+    """`target_flops` of a pack through that many layers of a transformers config."""
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * layers
-    attentions: int = sum(kind != "linear_attention" for kind in kinds[:layers])
     head_size = int(config.head_dim or config.hidden_size // config.num_attention_heads)
-    squares: float = float(np.square(np.diff(pack.starts).astype(np.float64)).sum())
-    width: int = config.num_attention_heads * head_size
-    return 2.0 * parameters * pack.num_tokens + 2.0 * attentions * width * squares
+    return target_flops(
+        matrix_parameters=parameters,
+        tokens=pack.num_tokens,
+        attention_layers=sum(kind != "linear_attention" for kind in kinds[:layers]),
+        attention_width=config.num_attention_heads * head_size,
+        squared_tokens=float(np.square(np.diff(pack.starts).astype(np.float64)).sum()),
+    )
 
 
 def synchronises(work: Callable[[], object]) -> str:
