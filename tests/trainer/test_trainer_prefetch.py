@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import threading
+import time
+from pathlib import Path
 
 import pytest
 
+from slipstream.observe import Account, SpanLog, WorkerFacts
 from slipstream.trainer.prefetch import PreparedStep, StepPrefetch
 
 
@@ -64,3 +67,38 @@ def test_an_error_comes_after_the_steps_before_it() -> None:
             seen.append(prepared.index)
     assert seen == [0, 1, 2]
     assert not threads()
+
+
+def test_waits_are_told_apart_by_their_cause(tmp_path: Path) -> None:
+    """Building takes 30 ms a step and the device 60 ms more, of which none is the builder's fault."""
+    path = tmp_path / "spans.jsonl"
+    with SpanLog(WorkerFacts(worker="drafter-0", role="drafter", rank=0, gpu=None), path=path) as spans:
+        account = Account("drafter-0", spans=spans)
+
+        def prepare(index: int) -> PreparedStep:
+            time.sleep(0.03)
+            return step(index)
+
+        with StepPrefetch(prepare, steps=range(5), depth=2, account=account, room=lambda: time.sleep(0.06)) as prefetch:
+            assert len(list(prefetch)) == 5
+    _, states = account.read()
+    assert states["wait_gpu"] > 4 * 60e6
+    assert states["wait_loader"] > 4 * 30e6
+    assert path.read_text().count('["loader","build",') == 5
+
+
+def test_steps_that_lie_ready_cost_no_wait() -> None:
+    account = Account("drafter-0")
+    with StepPrefetch(step, steps=range(3), depth=3, account=account) as prefetch:
+        while len(prefetch._ready) < 3:
+            time.sleep(0.001)
+        assert len(list(prefetch)) == 3
+    assert set(account.read()[1]) == {"idle"}
+
+
+def test_an_error_of_the_device_is_raised_where_steps_are_awaited() -> None:
+    def room() -> None:
+        raise RuntimeError("the device is lost")
+
+    with pytest.raises(RuntimeError, match="lost"), StepPrefetch(step, steps=range(3), depth=2, room=room) as prefetch:
+        next(iter(prefetch))

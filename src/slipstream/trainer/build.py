@@ -130,6 +130,7 @@ def build_trainer(*, parts: RunParts, main: MainRank | None, resume: Path | None
         metrics=engine.metrics if engine else None,
         snapshot=engine.snapshot if engine else None,
         warm_up=engine.warm_up if engine else None,
+        room=engine.wait_for_room if engine else None,
     )
 
 
@@ -232,6 +233,7 @@ def _validation(parts: RunParts, main: MainRank | None) -> ValidationHook | None
         log=main.log,
         every_steps=parts.recipe.validation.every_steps,
         num_steps=parts.schedule.num_steps,
+        account=parts.account,
     )
 
 
@@ -240,7 +242,8 @@ def _saving(
 ) -> Saving | None:
     if main is None:
         return None
-    writer = CheckpointWriter(folder=main.checkpoints, identity=identity, keep=parts.recipe.checkpoint.keep)
+    keep = parts.recipe.checkpoint.keep
+    writer = CheckpointWriter(folder=main.checkpoints, identity=identity, keep=keep, account=parts.account)
     return Saving(writer=writer, acceptance_at=validation.acceptance_at if validation else lambda step: None)
 
 

@@ -69,14 +69,15 @@ class ColumnPass:
                 value=hidden.target_fingerprint,
                 rule=f"is not the run's target, {self.target_fingerprint}, yet pack {hidden.pack_id} came from it",
             )
-        with self.account.state("forward"):
+        pack, step = column.use.pack_id, column.use.step
+        with self.account.state("forward", pack=pack, step=step):
             bad_rows = count_bad_rows(hidden.hidden_TKD)
             placed = self._place(column)
             batch = placed.batch
             hidden_TKD = hidden.hidden_TKD if self.noise is None else self.noise(hidden.hidden_TKD, batch)
             hidden_NBD = self.drafter(hidden_TKD=hidden_TKD, batch=batch, embedding_VD=placed.embedding_VD, masks=placed.masks)
             sums = self.loss(hidden_NBD=hidden_NBD, head_VD=self.ends.head_VD, batch=batch)
-        with self.account.state("backward"):
+        with self.account.state("backward", pack=pack, step=step):
             torch.autograd.backward(sums.loss_sum / denominator)
         if self.placing is not None:
             self.placing.used()

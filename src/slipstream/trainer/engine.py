@@ -102,6 +102,10 @@ class Engine:
         then = [Mode("validation", parts.validate)] if parts.validate is not None else []
         self._report = warm_up(modes, then=then, finish=self._lanes.finish, give_back=self._lanes.give_back)
 
+    def wait_for_room(self) -> None:
+        """Sleep until a further step can be staged: in the thread that prepares."""
+        self.placing.wait_for_room(self._parts.num_columns)
+
     def _settle(self) -> WarmUpReport:
         """The last of warm-up, after the first validation: a pack taken stays taken only until another is."""
         if self._report is None:  # nothing is left to train

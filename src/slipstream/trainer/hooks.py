@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 
-from slipstream.observe import MetricLog, StepRecord, step_metrics
+from slipstream.observe import Account, MetricLog, StepRecord, step_metrics
 from slipstream.trainer.guard import Counters, DivergenceGuard
 
 
@@ -89,8 +89,10 @@ class ValidationHook(Hook):
         log: MetricLog,
         every_steps: int,
         num_steps: int,
+        account: Account | None = None,
     ) -> None:
         self._measure = measure
+        self._account = account or Account("validation")
         self._log = log
         self._every_steps = every_steps
         self._num_steps = num_steps
@@ -114,6 +116,7 @@ class ValidationHook(Hook):
         return None if value is None else float(str(value))
 
     def _run(self, step: int) -> None:
-        metrics = self._measure(step)
+        with self._account.state("validate", step=step):
+            metrics = self._measure(step)
         self._latest = (step, metrics)
         self._log.write({"kind": "validation", "step": step, **metrics})

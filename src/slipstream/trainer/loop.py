@@ -6,7 +6,7 @@ Waits for: hidden states of the next planned use. Unblocked by: the transport.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import Literal, Protocol
@@ -14,7 +14,7 @@ from typing import Literal, Protocol
 import torch
 
 from slipstream.config.recipe import OptimizerSection
-from slipstream.observe import IDLE, Account, StepRecord
+from slipstream.observe import Account, StepRecord
 from slipstream.records import Cursor, HiddenPack, StepResult
 from slipstream.trainer.checkpoint import Checkpoint
 from slipstream.trainer.column import ColumnPass
@@ -110,6 +110,7 @@ class Trainer:
         metrics: Metrics | None = None,
         snapshot: Snapshot | None = None,
         warm_up: Callable[[Trainer], None] | None = None,
+        room: Callable[[], None] | None = None,
     ) -> None:
         self.optimizer, self.source, self.hooks, self.counters = optimizer, source, tuple(hooks), counters
         self.num_steps, self.start_step, self._plan_digest, self._section = num_steps, start_step, plan_digest, section
@@ -117,7 +118,7 @@ class Trainer:
         self._checkpoint_every_steps, self._saving = checkpoint_every_steps, saving
         self._tally = StepTally(optimizer.extra, block_size=block_size)
         self.metrics: Metrics = metrics or MetricsRing()
-        self._snapshot, self._warm_up = snapshot, warm_up
+        self._snapshot, self._warm_up, self._room = snapshot, warm_up, room
 
     def fit(self, *, stop: Callable[[], bool] = lambda: False) -> FitResult:
         """Train from `start_step` to the end of the plan, or until `stop()`; the state is saved either way.
@@ -128,55 +129,54 @@ class Trainer:
         transport or a hook raises.
         """
         if self._warm_up is not None and self.start_step < self.num_steps:
-            with self._account.state("warm_up"):
+            with self._account.state("warm_up", whole=True):
                 self._warm_up(self)
-        for hook in self.hooks:
-            hook.on_start(self.start_step)
+        with self._account.state("hooks", step=self.start_step):
+            for hook in self.hooks:
+                hook.on_start(self.start_step)
         done = self.start_step
         with ExitStack() as stack:
             stack.callback(self._finish_saving)
             steps = range(done, self.num_steps)
-            prefetch = stack.enter_context(StepPrefetch(self.prepare, steps=steps, depth=PREPARED_STEPS))
-            for prepared in self._awaited(prefetch):
+            prefetch = StepPrefetch(self.prepare, steps=steps, depth=PREPARED_STEPS, account=self._account, room=self._room)
+            for prepared in stack.enter_context(prefetch):
                 stopping = self._one_step(prepared, stop=stop)
                 done = prepared.index + 1
                 if stopping:
                     break
         status: Literal["finished", "interrupted"] = "finished" if done == self.num_steps else "interrupted"
-        for hook in self.hooks:
-            hook.on_end(done, status)
+        with self._account.state("hooks", step=done):
+            for hook in self.hooks:
+                hook.on_end(done, status)
         return FitResult(step=done, status=status, counters=self.counters)
-
-    def _awaited(self, prefetch: StepPrefetch) -> Iterator[PreparedStep]:
-        """Prepared steps. On a GPU the next one is held back until the device has used up an earlier one's arrays."""
-        steps = iter(prefetch)
-        while True:
-            with self._account.state("wait_gpu" if self.metrics.is_late else IDLE):
-                prepared = next(steps, None)
-            if prepared is None:
-                return
-            yield prepared
 
     def _one_step(self, prepared: PreparedStep, *, stop: Callable[[], bool]) -> bool:
         """A step and its side jobs. Returns whether to stop."""
         if self._saving is not None:
             self._saving.writer.check()
-        for hook in self.hooks:
-            hook.before_step(prepared.index)
+        with self._account.state("hooks", step=prepared.index):
+            for hook in self.hooks:
+                hook.before_step(prepared.index)
         self.launch(prepared, stop_asked=self._group is not None and stop())
         done = prepared.index + 1
         due = done % self._checkpoint_every_steps == 0 or done == self.num_steps
         whole = done == self.num_steps or (due and not self.metrics.is_late)
-        records = list(self.metrics.drain(all_of_it=whole))
+        records = self._drain(all_of_it=whole, step=prepared.index)
         stopping = stop() if self._group is None else any(record.stop for record in records)
         if stopping:
-            records += self.metrics.drain(all_of_it=True)
-        with self._account.state("hooks"):
+            records += self._drain(all_of_it=True, step=prepared.index)
+        with self._account.state("hooks", step=done):
             for hook in self.hooks:
                 hook.after_step(done, records)
         if due or stopping:
             self._checkpoint(done)
         return stopping
+
+    def _drain(self, *, all_of_it: bool, step: int) -> list[StepRecord]:
+        """Results that have come. Ranks of a group and the last step wait for theirs."""
+        waits = self.metrics.is_late and (all_of_it or self._group is not None)
+        with self._account.state("wait_gpu" if waits else "hooks", step=step):
+            return list(self.metrics.drain(all_of_it=all_of_it))
 
     def launch(self, prepared: PreparedStep, *, stop_asked: bool = False) -> None:
         """A step and its figures; no side jobs."""
@@ -202,17 +202,17 @@ class Trainer:
         if stop_asked:
             tally.ask_to_stop()
         for column in prepared.columns:
-            with account.state("wait_input"):
+            with account.state("wait_input", pack=column.use.pack_id, step=prepared.index):
                 hidden = source.take(column.use.pack_id)
             self._column_pass(hidden, column, denominator=prepared.denominator, tally=tally)
             if column.use.is_last:
                 source.release(column.use.pack_id)
         if self._group is not None:
             optimizer.clear_stale()
-            with account.state("wait_peer"):
+            with account.state("wait_peer", step=prepared.index):
                 self._group.all_reduce_sum(optimizer.reduced)
         rate = learning_rate(step=prepared.index, num_steps=self.num_steps, optimizer=self._section)
-        with account.state("optimizer"):
+        with account.state("optimizer", step=prepared.index):
             if self._snapshot is not None:
                 self._snapshot.before_update()
             finite = torch.zeros_like(tally.finite()) if rehearsal else tally.finite()
@@ -224,17 +224,20 @@ class Trainer:
             return
         writer, cursor = self._saving.writer, Cursor(step=done, plan_digest=self._plan_digest)
         acceptance = self._saving.acceptance_at(done)
-        with self._account.state("checkpoint"):
+        self._wait_for_disk(writer, step=done)  # it may still hold the snapshot's memory
+        with self._account.state("checkpoint", step=done):
             if self._snapshot is None:
                 counters, state = asdict(self.counters), self.optimizer.state()
                 writer.save(Checkpoint(cursor=cursor, state=state, counters=counters, acceptance_length=acceptance))
             else:
-                writer.wait()  # for the disk, if it still holds the snapshot's memory
                 writer.save(self._snapshot.take(cursor=cursor, acceptance_length=acceptance))
         for hook in self.hooks:
             hook.on_checkpoint(done)
 
+    def _wait_for_disk(self, writer: CheckpointWriter, *, step: int | None = None) -> None:
+        with self._account.state("wait_disk", step=step):
+            writer.wait()
+
     def _finish_saving(self) -> None:
         if self._saving is not None:
-            with self._account.state("checkpoint"):
-                self._saving.writer.wait()
+            self._wait_for_disk(self._saving.writer)

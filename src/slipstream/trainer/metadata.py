@@ -107,6 +107,12 @@ class MetadataRing:
         self._staged = self._sent = 0
         self._current: _DeviceBuffer | None = None
 
+    def wait_for_room(self, count: int) -> None:
+        """Sleep until the next `count` slots are free to be filled. In the thread that stages."""
+        self._lanes.adopt_thread()
+        for ahead in range(min(count, len(self._slots))):
+            self._slots[(self._staged + ahead) % len(self._slots)].sent.synchronize()
+
     def stage(self, arrays: Arrays) -> StagedArrays:
         """Put arrays in the next slot. Sleeps while the slot's last copy is under way."""
         self._layout.check(arrays)

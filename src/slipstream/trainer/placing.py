@@ -60,6 +60,10 @@ class StagedPlacing:
         )
         return dataclasses.replace(prepared, columns=columns)
 
+    def wait_for_room(self, count: int) -> None:
+        """Sleep until `count` more uses can be staged without waiting. In the thread that prepares."""
+        self._ring.wait_for_room(count)
+
     def send(self, batch: BlockBatch, staged: StagedArrays) -> Placed:
         """A use on the device, until `used`; its scalars are those of the CPU's `batch`. Waits for nothing."""
         arrays = self._ring.send(staged)

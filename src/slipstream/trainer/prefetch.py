@@ -5,12 +5,14 @@ Waits for: a free place in the queue. Unblocked by: the loop taking a step.
 
 from __future__ import annotations
 
-import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
+from slipstream.observe import Account
 from slipstream.records import BlockBatch, Pack, Step, Use
 from slipstream.trainer.metadata import StagedArrays
 
@@ -79,13 +81,26 @@ def prepare_step(
 
 
 class StepPrefetch:
-    """Iterates over prepared steps in order, at most `depth` ahead. An error in the thread is raised where it is awaited."""
+    """Iterates over prepared steps in order, at most `depth` ahead. An error in the thread is raised where it is awaited.
 
-    def __init__(self, prepare: Callable[[int], PreparedStep], *, steps: range, depth: int) -> None:
-        self._prepare = prepare
-        self._steps = steps
-        self._queue: queue.Queue[PreparedStep | Exception] = queue.Queue(maxsize=depth)
-        self._closing = threading.Event()
+    `room` waits until the device has used up what a further step's arrays would overwrite. `account`, that of the thread that
+    iterates, is told what its waits are for: for the device, while this thread is in `room`, else for this thread.
+    """
+
+    def __init__(
+        self,
+        prepare: Callable[[int], PreparedStep],
+        *,
+        steps: range,
+        depth: int,
+        account: Account | None = None,
+        room: Callable[[], None] | None = None,
+    ) -> None:
+        self._prepare, self._room, self._steps, self._depth = prepare, room, steps, depth
+        self._account = account or Account("steps")
+        self._changed = threading.Condition()
+        self._ready: deque[PreparedStep | Exception] = deque()
+        self._closing = self._held = False
         self._thread = threading.Thread(target=self._run, name="step-prefetch", daemon=True)
 
     def __enter__(self) -> StepPrefetch:
@@ -93,23 +108,60 @@ class StepPrefetch:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._closing.set()
-        while not self._queue.empty():
-            self._queue.get_nowait()
-        self._thread.join()  # at most one more step is put after closing, and for that there is room now
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join()
 
     def __iter__(self) -> Iterator[PreparedStep]:
-        for _ in self._steps:
-            item = self._queue.get()
+        for index in self._steps:
+            item = self._next(index)
             if isinstance(item, Exception):
                 raise item
             yield item
 
+    def _next(self, index: int) -> PreparedStep | Exception:
+        with self._changed:
+            while not self._ready:
+                held = self._held
+                with self._account.state("wait_gpu" if held else "wait_loader", step=index):
+                    self._changed.wait_for(partial(self._moved, held))
+            self._changed.notify_all()
+            return self._ready.popleft()
+
+    def _moved(self, held: bool) -> bool:
+        return bool(self._ready) or self._held != held
+
     def _run(self) -> None:
         try:
             for index in self._steps:
-                if self._closing.is_set():
+                self._wait_for_room()
+                with self._account.aside("loader", "build", step=index):
+                    prepared = self._prepare(index)
+                if not self._put(prepared):
                     return
-                self._queue.put(self._prepare(index))
         except Exception as error:  # carried to the loop's thread, where it belongs
-            self._queue.put(error)
+            with self._changed:
+                self._ready.append(error)
+                self._changed.notify_all()
+
+    def _wait_for_room(self) -> None:
+        if self._room is not None:
+            self._hold(True)
+            self._room()
+            self._hold(False)
+
+    def _hold(self, held: bool) -> None:
+        with self._changed:
+            self._held = held
+            self._changed.notify_all()
+
+    def _put(self, prepared: PreparedStep) -> bool:
+        """Hand a step over once there is a place for it. False when no more are wanted."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closing or len(self._ready) < self._depth)
+            if self._closing:
+                return False
+            self._ready.append(prepared)
+            self._changed.notify_all()
+            return True

@@ -15,19 +15,24 @@ import safetensors
 import torch
 
 import slipstream
+from slipstream.observe import Account
 from slipstream.trainer.checkpoint import Checkpoint, CheckpointIdentity, keep_checkpoints, write_checkpoint
 
 
 class CheckpointWriter:
-    """One checkpoint at a time in the background. What goes wrong there is raised by the next call of any method."""
+    """One checkpoint at a time in the background. What goes wrong there is raised by the next call of any method.
 
-    def __init__(self, *, folder: Path, identity: CheckpointIdentity, keep: int) -> None:
+    `account`, that of the thread that saves, is told how long each took to write.
+    """
+
+    def __init__(self, *, folder: Path, identity: CheckpointIdentity, keep: int, account: Account | None = None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         for leftover in (*folder.glob(".step-*.writing"), *folder.glob(".step-*.replaced")):
             shutil.rmtree(leftover)  # of a process that was killed while it wrote: never became a checkpoint
         self._folder = folder
         self._identity = identity
         self._keep = keep
+        self._account = account or Account("checkpoints")
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
 
@@ -58,8 +63,9 @@ class CheckpointWriter:
 
     def _write(self, checkpoint: Checkpoint | Callable[[], Checkpoint]) -> None:
         whole = checkpoint if isinstance(checkpoint, Checkpoint) else checkpoint()
-        write_checkpoint(whole, folder=self._folder, identity=self._identity, versions=versions())
-        keep_checkpoints(self._folder, keep=self._keep)
+        with self._account.aside("writer", "write", step=whole.cursor.step):
+            write_checkpoint(whole, folder=self._folder, identity=self._identity, versions=versions())
+            keep_checkpoints(self._folder, keep=self._keep)
 
 
 def versions() -> Mapping[str, str]:
