@@ -44,7 +44,7 @@ def check(
     from slipstream.target.parity import check_target
 
     resolved = load_recipe(recipe, overrides=overrides or [])
-    info = read_target_info(resolved.target.model)
+    info = read_target_info(resolved.target.model, weights=resolved.target.weights)
     shape = resolve_drafter(recipe=resolved, info=info)
     documents = _from_prompts(prompts, info=info) if prompts else _from_corpus(resolved)
     device = _device(resolved)

@@ -76,6 +76,12 @@ def _of_checkpoint(path: Path) -> DrafterSource:
 
     fields, state = read_drafter_state(path)
     identity = json.loads((path / DESCRIPTION).read_text())["identity"]
+    if identity["keys"].get("target.weights") == "random":
+        raise CheckpointError(
+            key="target.weights",
+            value="random",
+            rule=f"{path} was trained on made-up hidden states: it rehearsed a placement and drafts nothing",
+        )
     recipe = RunFolder(path.resolve().parent.parent).recipe
     return DrafterSource(
         shape=_shape(fields),

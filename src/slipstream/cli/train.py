@@ -52,6 +52,9 @@ def train(
     typer.echo(f"{result.steps} steps in {result.train_seconds:.0f} s of training; checkpoint {result.checkpoint}")
     for line in result.validations[-1:]:
         typer.echo(f"acceptance length {line['acceptance_length']:.3f} at step {line['step']}")
+    if resolved.target.weights == "random":
+        typer.echo('a rehearsal: target.weights = "random", so this drafter is worthless and cannot be exported')
+        return
     typer.echo(f"next: slipstream export {result.folder} --out DIR")
 
 

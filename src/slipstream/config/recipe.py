@@ -22,6 +22,8 @@ class TargetSection(Section):
 
     model: str = Field(min_length=1)
     """Local folder (config.json, tokenizer.json, *.safetensors) or hub id already in the local Hugging Face cache."""
+    weights: Literal["saved", "random"] = "saved"
+    """"random" makes weights up and needs no weight file: for rehearsing a placement; the drafter is worthless."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Compute and storage type of the target; float32 is for equality claims and tests."""
     tap_layers: Literal["spread"] | tuple[int, ...] = "spread"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from slipstream.errors import PreflightError
 
@@ -22,9 +22,42 @@ MASK_TOKENS: Mapping[str, int] = {
 """Mask tokens that published DFlash drafters use, by the target's `model_type`; others must be given in the recipe."""
 
 
+GATED = ("qwen3_5", "qwen3_next")
+"""Beginnings of the `model_type` of targets whose attention gates its output."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaNet:
+    """Dimensions of a hybrid target's linear attention: heads of queries and keys, heads of values, their widths, conv taps."""
+
+    num_key_heads: int
+    num_value_heads: int
+    key_size: int
+    value_size: int
+    conv_taps: int
+
+    @property
+    def keys(self) -> int:
+        """Width of all queries, or of all keys."""
+        return self.num_key_heads * self.key_size
+
+    @property
+    def values(self) -> int:
+        """Width of all values."""
+        return self.num_value_heads * self.value_size
+
+    @property
+    def columns(self) -> int:
+        """Columns of its input projections: query, key, value, output gate, strength, step."""
+        return 2 * self.keys + 2 * self.values + 2 * self.num_value_heads
+
+
 @dataclass(frozen=True, slots=True)
 class TargetInfo:
-    """Dimensions and token ids of a target. Sizes in units of weights, `rope_theta` as the target rotates."""
+    """Dimensions and token ids of a target. Sizes in units of weights, `rope_theta` as the target rotates.
+
+    `weights` "random": they are made up when they are needed, whatever the folder holds.
+    """
 
     folder: Path
     model_type: str
@@ -44,6 +77,7 @@ class TargetInfo:
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     pad_token_id: int | None
+    weights: Literal["saved", "random"] = "saved"
 
     @property
     def is_hybrid(self) -> bool:
@@ -80,7 +114,7 @@ def find_target(model: str) -> Path:
     )
 
 
-def read_target_info(model: str) -> TargetInfo:
+def read_target_info(model: str, *, weights: Literal["saved", "random"] = "saved") -> TargetInfo:
     """Read a target's `config.json`. Raises `PreflightError` for what is missing or malformed, with the file and the key."""
     folder = find_target(model)
     file = folder / "config.json"
@@ -90,11 +124,12 @@ def read_target_info(model: str) -> TargetInfo:
         raise PreflightError(key="target.model", value=str(file), rule=f"cannot be read as JSON: {error}") from error
     text: dict[str, Any] = {**raw, **raw.get("text_config", {})}
     try:
-        return _info(folder=folder, text=text, tied=bool(raw.get("tie_word_embeddings", text.get("tie_word_embeddings", True))))
+        info = _info(folder=folder, text=text, tied=bool(raw.get("tie_word_embeddings", text.get("tie_word_embeddings", True))))
     except KeyError as error:
         raise PreflightError(
             key="target.model", value=str(file), rule=f"has no {error.args[0]}", hint="a decoder-only language model is needed"
         ) from error
+    return replace(info, weights=weights)
 
 
 def _info(*, folder: Path, text: dict[str, Any], tied: bool) -> TargetInfo:
@@ -125,6 +160,21 @@ def _info(*, folder: Path, text: dict[str, Any], tied: bool) -> TargetInfo:
         bos_token_id=text.get("bos_token_id"),
         eos_token_ids=tuple([eos] if isinstance(eos, int) else eos or []),
         pad_token_id=text.get("pad_token_id"),
+        delta_net=delta_net_of(text),
+        attention_gate=bool(text.get("attn_output_gate", str(text["model_type"]).startswith(GATED))),
+    )
+
+
+def delta_net_of(text: Mapping[str, Any]) -> DeltaNet | None:
+    """The dimensions of linear attention that a config gives, in the words of Qwen3.5's; none where it gives none."""
+    if "linear_num_value_heads" not in text:
+        return None
+    return DeltaNet(
+        num_key_heads=int(text["linear_num_key_heads"]),
+        num_value_heads=int(text["linear_num_value_heads"]),
+        key_size=int(text["linear_key_head_dim"]),
+        value_size=int(text["linear_value_head_dim"]),
+        conv_taps=int(text.get("linear_conv_kernel_dim", 4)),
     )
 
 

@@ -19,6 +19,7 @@ from slipstream.corpus.sources import read_conversations
 from slipstream.errors import CorpusError, PreflightError
 from slipstream.evaluate.prompts import prompt_messages
 from slipstream.launch.weight_headers import read_header
+from slipstream.plan.weights import count_by_config
 
 INDEX_FILE = "model.safetensors.index.json"
 WEIGHTS_FILE = "model.safetensors"
@@ -49,10 +50,24 @@ def read_target(recipe: Recipe) -> TargetInfo:
         raise _refused("target.model", str(folder), "has no tokenizer.json", "a fast tokenizer is needed")
     contents = {name: _json_table(folder / name, key="target.model") for name in TARGET_JSON if (folder / name).is_file()}
     try:
-        info = read_target_info(recipe.target.model)
+        info = read_target_info(recipe.target.model, weights=recipe.target.weights)
     except (TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
         raise _refused("target.model", str(folder / "config.json"), f"holds a value that cannot be: {error}") from error
-    index = contents.get(INDEX_FILE)
+    if recipe.target.weights == "saved":
+        _check_weight_files(folder, index=contents.get(INDEX_FILE))
+    else:
+        _check_random(folder, info=info)
+    if recipe.target.packing == "packed" and info.is_hybrid:
+        raise PreflightError(
+            key="target.packing",
+            value="packed",
+            rule="this target's linear-attention layers would carry their state from one document to the next",
+            hint='use "auto" or "padded"',
+        )
+    return info
+
+
+def _check_weight_files(folder: Path, *, index: dict[str, Any] | None) -> None:
     weight_map = {"": WEIGHTS_FILE} if index is None else index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise _refused("target.model", str(folder / INDEX_FILE), "has no weight_map", "download or copy it again")
@@ -67,14 +82,16 @@ def read_target(recipe: Recipe) -> TargetInfo:
         )
     for name in names:
         read_header(folder / name, key="target.model")
-    if recipe.target.packing == "packed" and info.is_hybrid:
-        raise PreflightError(
-            key="target.packing",
-            value="packed",
-            rule="this target's linear-attention layers would carry their state from one document to the next",
-            hint='use "auto" or "padded"',
-        )
-    return info
+
+
+def _check_random(folder: Path, *, info: TargetInfo) -> None:
+    """A target with experts could not be priced; every other one is made up, and the run says so before anything else."""
+    if count_by_config(info) is None:
+        raise _refused("target.weights", "random", f"{folder / 'config.json'} names experts, whose weights cannot be counted")
+    log.warning(
+        'target.weights = "random": the weights of %s are made up. This rehearses a placement; its drafter is worthless',
+        folder,
+    )
 
 
 def read_corpus(*, recipe: Recipe, info: TargetInfo, shape: DrafterShape) -> CorpusMeta:

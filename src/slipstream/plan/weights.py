@@ -6,13 +6,18 @@ import json
 import math
 import re
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from slipstream.config import TargetInfo
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _LONGEST_HEADER_BYTES = 2**28
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_GATED = ("qwen3_5", "qwen3_next")
+"""Model types whose attention has an output gate as wide as its queries."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,16 +33,35 @@ class TargetWeights:
 def count_target_weights(info: TargetInfo) -> TargetWeights:
     """Count by the file headers where they can be read and hold every layer, else by the dense formula of the dimensions.
 
-    The formula knows neither experts nor linear attention; `source` names which of the two was taken.
+    The formula knows neither experts nor linear attention; `source` names what was taken. Random weights: `count_by_config`.
     """
     embedding = info.vocab_size * info.hidden_size
     head = 0 if info.tie_word_embeddings else embedding
+    if info.weights == "random":
+        layers = count_by_config(info)
+        assert layers is not None, "preflight refuses experts of random weights"
+        return TargetWeights(layers=layers, embedding=embedding, head=head, source="config.json")
     counted = _count_by_headers(info)
     if counted is not None:
         return TargetWeights(layers=counted, embedding=embedding, head=head, source="file headers")
-    attention = info.hidden_size * info.head_dim * (2 * info.num_attention_heads + 2 * info.num_key_value_heads)
-    layer = attention + 3 * info.hidden_size * info.intermediate_size + 2 * info.hidden_size
-    return TargetWeights(layers=(layer,) * info.num_layers, embedding=embedding, head=head, source="dense formula")
+    layers = tuple(_by_formula(info, layer) for layer in range(info.num_layers))
+    return TargetWeights(layers=layers, embedding=embedding, head=head, source="dense formula")
+
+
+def is_delta_net(info: TargetInfo, layer: int) -> bool:
+    """Whether a layer is linear attention whose dimensions are known."""
+    return info.delta_net is not None and layer < len(info.layer_types) and info.layer_types[layer] == "linear_attention"
+
+
+def _by_formula(info: TargetInfo, layer: int) -> int:
+    """Weights of a layer with a gated MLP and either attention or, as Qwen3.5's, a gated delta net."""
+    mlp = 3 * info.hidden_size * info.intermediate_size + 2 * info.hidden_size
+    net = info.delta_net
+    if net is not None and is_delta_net(info, layer):
+        rest = (2 * net.keys + net.values) * net.conv_taps + 2 * net.num_value_heads + net.value_size
+        return mlp + info.hidden_size * (net.columns + net.values) + rest
+    heads, shared = info.num_attention_heads * info.head_dim, info.num_key_value_heads * info.head_dim
+    return mlp + info.hidden_size * ((3 if info.attention_gate else 2) * heads + 2 * shared)
 
 
 def _count_by_headers(info: TargetInfo) -> tuple[int, ...] | None:

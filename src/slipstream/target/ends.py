@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,6 +14,7 @@ from slipstream.config import TargetInfo
 from slipstream.errors import TargetError
 from slipstream.target.dtypes import DTYPES
 from slipstream.target.fingerprint import weight_files
+from slipstream.target.random_weights import EMBEDDING, HEAD, random_end
 
 EMBEDDINGS = (
     "model.embed_tokens.weight",
@@ -32,6 +34,8 @@ class FrozenEnds:
 
 def load_frozen_ends(*, info: TargetInfo, dtype: str, device: str = "cpu") -> FrozenEnds:
     """Read embedding and head `[V, D]` as `dtype`. Raises `TargetError` if they are missing, misshapen or ambiguous."""
+    if info.weights == "random":
+        return _random_ends(info, dtype=dtype, device=device)
     where = _locate(info.folder)
     embedding_name = next((name for name in EMBEDDINGS if name in where), None)
     head_name = next((name for name in HEADS if name in where), None)
@@ -50,6 +54,13 @@ def load_frozen_ends(*, info: TargetInfo, dtype: str, device: str = "cpu") -> Fr
             raise _refused(info, rule=f"is tied, but holds {head_name} with other values than {embedding_name}")
         return FrozenEnds(embedding_VD=converted_VD, head_VD=converted_VD)
     return FrozenEnds(embedding_VD=converted_VD, head_VD=head_VD.to(device=device, dtype=DTYPES[dtype]))
+
+
+def _random_ends(info: TargetInfo, *, dtype: str, device: str) -> FrozenEnds:
+    """Those of the model that `loading` makes up."""
+    make = partial(random_end, vocab_size=info.vocab_size, hidden_size=info.hidden_size, dtype=DTYPES[dtype], device=device)
+    embedding_VD = make(name=EMBEDDING)
+    return FrozenEnds(embedding_VD=embedding_VD, head_VD=embedding_VD if info.tie_word_embeddings else make(name=HEAD))
 
 
 def _locate(folder: Path) -> dict[str, Path]:

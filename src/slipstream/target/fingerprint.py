@@ -11,6 +11,8 @@ from slipstream.errors import TargetError
 CHUNK_BYTES = 64 * 1024
 NUM_CHUNKS = 64
 WHOLE_BYTES = CHUNK_BYTES * NUM_CHUNKS
+RANDOM = "random weights, first kind"
+"""Stands for weights that `random_weights` makes up; changes when it makes others."""
 
 
 def fingerprint_target(info: TargetInfo) -> str:
@@ -18,9 +20,13 @@ def fingerprint_target(info: TargetInfo) -> str:
 
     Files above 4 MiB are hashed in 64 chunks of 64 KiB spread evenly over them, besides their header (names, types, shapes and
     offsets of all tensors): a training run moves every chunk, but a single edited weight between two chunks goes unseen.
-    Raises `TargetError` when there are no weights, or a file is not safetensors.
+    Of a target with random weights it covers the config alone. Raises `TargetError` when there are no weights, or a file is
+    not safetensors.
     """
     digest = hashlib.sha256((info.folder / "config.json").read_bytes())
+    if info.weights == "random":
+        digest.update(f"\0{RANDOM}".encode())
+        return digest.hexdigest()[:32]
     for file in weight_files(info.folder):
         digest.update(f"\0{file.name}\0{file.stat().st_size}\0".encode())
         _add_samples(digest, file)

@@ -1,4 +1,4 @@
-"""Loads a target from its local folder: only the layers that are needed, frozen, never with weights that were made up."""
+"""Loads a target from its local folder: only the layers that are needed, frozen; weights are made up only where asked for."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from transformers.utils import logging as transformers_logging
 from slipstream.config import TargetInfo
 from slipstream.errors import TargetError
 from slipstream.target.dtypes import DTYPES
+from slipstream.target.random_weights import random_model
 
 
 def load_decoder(*, info: TargetInfo, dtype: str, device: str, num_layers: int | None = None) -> PreTrainedModel:
@@ -65,6 +66,8 @@ def truncate_config(config: Any, *, num_layers: int) -> None:
 def _load(auto: Any, *, info: TargetInfo, config: Any, dtype: str, device: str) -> PreTrainedModel:
     # SDPA cannot cap attention logits (Gemma 2); the plain implementation can.
     attention = "eager" if getattr(config, "attn_logit_softcapping", None) else "sdpa"
+    if info.weights == "random":
+        return random_model(auto, config=config, dtype=DTYPES[dtype], device=device, attention=attention)
     placement = {} if device == "cpu" else {"device_map": {"": device}}
     with _quiet():
         try:

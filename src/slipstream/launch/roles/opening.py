@@ -28,6 +28,6 @@ class Opening:
 def open_job(job: Job) -> Opening:
     """Read a job's recipe and the target's own config."""
     recipe = make_recipe(dict(job["recipe"]))
-    info = read_target_info(recipe.target.model)
+    info = read_target_info(recipe.target.model, weights=recipe.target.weights)
     shape = resolve_drafter(recipe=recipe, info=info)
     return Opening(recipe=recipe, info=info, shape=shape, folder=RunFolder(Path(job["folder"])))
