@@ -92,8 +92,16 @@ class AttentionMixer(nn.Module):
         self, residual_TD: Tensor, normed_TD: Tensor, *, rotation: Any, frame: Frame, kernels: Kernels, ops: Elementwise
     ) -> None:
         """Add the attention of the normed rows to the residual stream, in place. `rotation` is cosine and sine `[R, L, E]`."""
-        heads, key_heads, size = self.num_heads, self.num_key_heads, self.head_size
         projected_TP = functional.linear(normed_TD, self.weight_in_PD)
+        attended_THE, gate_THE = self.attend(projected_TP, rotation=rotation, frame=frame, kernels=kernels, ops=ops)
+        rows_TP = attended_THE.flatten(1) if gate_THE is None else ops.gate_heads(attended_THE, gate_THE)
+        residual_TD.addmm_(rows_TP, self.weight_out_DP.t())
+
+    def attend(
+        self, projected_TP: Tensor, *, rotation: Any, frame: Frame, kernels: Kernels, ops: Elementwise
+    ) -> tuple[Tensor, Tensor | None]:
+        """What lies between the two products: attended values `[T, H, E]` and, where there are gates, theirs."""
+        heads, key_heads, size = self.num_heads, self.num_key_heads, self.head_size
         query_width = heads * size * (2 if self.gated else 1)
         query, key, value = projected_TP.split((query_width, key_heads * size, key_heads * size), dim=1)
         query, key, value = (
@@ -110,8 +118,7 @@ class AttentionMixer(nn.Module):
             scale=self.scale,
             window=self.window,
         )
-        rows_TP = ops.gate_heads(attended_THE, query[..., size:]) if self.gated else attended_THE.flatten(1)
-        residual_TD.addmm_(rows_TP, self.weight_out_DP.t())
+        return attended_THE, query[..., size:] if self.gated else None
 
 
 def sliding_window_of(attention: Any) -> int | None:

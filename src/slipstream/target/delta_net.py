@@ -9,6 +9,7 @@ the convolution.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -60,6 +61,15 @@ class DeltaNetMixer(nn.Module):
         """Add the mixed rows to the residual stream, in place. A delta net knows no `rotation`."""
         projected_TP = functional.linear(normed_TD, self.weight_in_PD)
         columns = projected_TP[:, : sum(self.widths)].split(self.widths, dim=1)
+        mixed_THE, gate_THE = self.mix(columns, frame=frame, kernels=kernels, ops=ops)
+        rows_TP = ops.gated_norm(mixed_THE, gate_THE, self.norm_scale_E, self.eps)
+        residual_TD.addmm_(rows_TP, self.weight_out_DP.t())
+
+    def mix(self, columns: Sequence[Tensor], *, frame: Frame, kernels: Kernels, ops: Elementwise) -> tuple[Tensor, Tensor]:
+        """What lies between the two products: mixed values and output gates `[T, H, E]`.
+
+        `columns` are views `[T, width]` of any row stride: query, key, value, output gate, strength, step.
+        """
         # One convolution for each of the three: it reads any row stride and writes contiguous heads, which the delta rule
         # would otherwise copy.
         query, key, value = (
@@ -73,9 +83,7 @@ class DeltaNetMixer(nn.Module):
         )
         log_decay_TH, strength_TH = ops.delta_gates(columns[4], columns[5], self.decay_H, self.step_bias_H)
         mixed_THE = kernels.mix(query, key, value, log_decay_TH, strength_TH, frame=frame)
-        gate_THE = columns[3].unflatten(1, (self.num_heads, -1))
-        rows_TP = ops.gated_norm(mixed_THE, gate_THE, self.norm_scale_E, self.eps)
-        residual_TD.addmm_(rows_TP, self.weight_out_DP.t())
+        return mixed_THE, columns[3].unflatten(1, (self.num_heads, -1))
 
 
 def _stack(weights: list[Tensor]) -> Tensor:

@@ -21,18 +21,17 @@ from torch.nn import functional
 
 def rms_norm(hidden_TD: Tensor, scale_D: Tensor, eps: float) -> Tensor:
     """Root-mean-square norm over the last dimension, times `scale_D` (fp32), in the type of `hidden_TD`."""
-    return (_normed(hidden_TD, eps) * scale_D).to(hidden_TD.dtype)
+    return (normed(hidden_TD, eps) * scale_D).to(hidden_TD.dtype)
 
 
 def swiglu(gate_up_T2F: Tensor) -> Tensor:
     """`silu(gate) * up` of a merged projection: `[T, 2F]` → `[T, F]`."""
-    gate_TF, up_TF = gate_up_T2F.float().chunk(2, dim=-1)
-    return (functional.silu(gate_TF) * up_TF).to(gate_up_T2F.dtype)
+    return activated(gate_up_T2F).to(gate_up_T2F.dtype)
 
 
 def rotate_heads(heads_THE: Tensor, cos_TR: Tensor, sin_TR: Tensor, scale_E: Tensor | None, eps: float) -> Tensor:
     """Norm each head (with a `scale_E`), then rotate its first R dimensions: `[T, H, E]`, contiguous whatever came in."""
-    heads = heads_THE.float() if scale_E is None else _normed(heads_THE, eps) * scale_E
+    heads = heads_THE.float() if scale_E is None else normed(heads_THE, eps) * scale_E
     num_rotated = cos_TR.shape[-1]
     rotated, passed = heads[..., :num_rotated], heads[..., num_rotated:]
     first, second = rotated.chunk(2, dim=-1)
@@ -43,8 +42,7 @@ def rotate_heads(heads_THE: Tensor, cos_TR: Tensor, sin_TR: Tensor, scale_E: Ten
 
 def gate_heads(attended_THE: Tensor, gate_THE: Tensor) -> Tensor:
     """`attended * sigmoid(gate)` as rows `[T, H * E]`."""
-    gated_THE = attended_THE.float() * torch.sigmoid(gate_THE.float())
-    return gated_THE.to(attended_THE.dtype).flatten(1)
+    return gated(attended_THE, gate_THE).to(attended_THE.dtype).flatten(1)
 
 
 def delta_gates(beta_TH: Tensor, step_TH: Tensor, decay_H: Tensor, bias_H: Tensor) -> tuple[Tensor, Tensor]:
@@ -55,8 +53,7 @@ def delta_gates(beta_TH: Tensor, step_TH: Tensor, decay_H: Tensor, bias_H: Tenso
 
 def gated_norm(mixed_THE: Tensor, gate_THE: Tensor, scale_E: Tensor, eps: float) -> Tensor:
     """Norm each head, times `scale_E`, times `silu(gate)`, as rows `[T, H * E]`."""
-    normed_THE = _normed(mixed_THE, eps) * scale_E
-    return (normed_THE * functional.silu(gate_THE.float())).to(mixed_THE.dtype).flatten(1)
+    return normed_gated(mixed_THE, gate_THE, scale_E, eps).to(mixed_THE.dtype).flatten(1)
 
 
 def keep_rows(hidden_TD: Tensor, slot_TD: Tensor, bad_T: Tensor, num_tokens: Tensor) -> None:
@@ -71,9 +68,26 @@ def keep_rows(hidden_TD: Tensor, slot_TD: Tensor, bad_T: Tensor, num_tokens: Ten
     bad_T.copy_(bad_T | (real_T & ~finite_TD.all(dim=-1)))
 
 
-def _normed(values: Tensor, eps: float) -> Tensor:
+def normed(values: Tensor, eps: float) -> Tensor:
+    """Values over the root of their mean square in the last dimension, fp32."""
     wide = values.float()
     return wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+
+
+def activated(gate_up_T2F: Tensor) -> Tensor:
+    """`silu(gate) * up`, fp32 `[T, F]`."""
+    gate_TF, up_TF = gate_up_T2F.float().chunk(2, dim=-1)
+    return functional.silu(gate_TF) * up_TF
+
+
+def gated(attended_THE: Tensor, gate_THE: Tensor) -> Tensor:
+    """`attended * sigmoid(gate)`, fp32 `[T, H, E]`."""
+    return attended_THE.float() * torch.sigmoid(gate_THE.float())
+
+
+def normed_gated(mixed_THE: Tensor, gate_THE: Tensor, scale_E: Tensor, eps: float) -> Tensor:
+    """Each head normed, times `scale_E`, times `silu(gate)`, fp32 `[T, H, E]`."""
+    return normed(mixed_THE, eps) * scale_E * functional.silu(gate_THE.float())
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +117,7 @@ EAGER = Elementwise(
 @cache
 def compiled() -> Elementwise:
     """Each function compiled for the exact shapes it meets, once in a process. More shapes than Dynamo's limit raise."""
-    return Elementwise(**{field.name: _compile(getattr(EAGER, field.name)) for field in fields(Elementwise)})
+    return Elementwise(**{field.name: compile_exact(getattr(EAGER, field.name)) for field in fields(Elementwise)})
 
 
 def elementwise(*, compile_it: bool) -> Elementwise:
@@ -111,5 +125,6 @@ def elementwise(*, compile_it: bool) -> Elementwise:
     return compiled() if compile_it else EAGER
 
 
-def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
+def compile_exact(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function compiled whole, for the exact shapes it meets."""
     return torch.compile(function, fullgraph=True, dynamic=False)
