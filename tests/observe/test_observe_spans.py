@@ -91,6 +91,8 @@ def test_spans_sum_to_wall_time_with_real_clocks_and_threads(tmp_path: Path) -> 
     folder.create()
     with open_account(folder, FACTS, spans=True) as account:
         assert account.spans is not None
+        time.sleep(0.01)
+        account.rest()
 
         def build() -> None:
             for index in range(50):
@@ -112,6 +114,30 @@ def test_spans_sum_to_wall_time_with_real_clocks_and_threads(tmp_path: Path) -> 
     for state, seconds in line["states"].items():
         assert sum(span[3] for span in cpu if span[1] == state) == pytest.approx(seconds * 1e6, rel=0.01, abs=1000), state
     assert [span[5] for span in spans if span[0] == "loader"] == list(range(50))
+
+
+def test_before_the_work_begins_a_worker_loads(tmp_path: Path) -> None:
+    clock = Clock()
+    account = Account("target-0", clock=clock, base="load")
+    clock.now += 5
+    with account.state("warm_up"):
+        clock.now += 3
+        with pytest.raises(AssertionError, match="is in state warm_up"):
+            account.rest()
+    clock.now += 2
+    account.rest()
+    clock.now += 1
+    assert account.read() == (11, {"idle": 1, "load": 7, "warm_up": 3})
+
+
+def test_the_answers_leave_spans_alone(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.create()
+    facts = WorkerFacts(worker="answers", role="answers", rank=0, gpu=None)
+    with open_account(folder, facts, spans=True) as account, account.state("target"):
+        time.sleep(0.001)
+    assert [span[1] for span in read(folder.spans / "answers.jsonl")[1]] == ["load", "target", "load"]
+    assert list(folder.accounts.iterdir()) == []
 
 
 def test_without_spans_there_is_no_file(tmp_path: Path) -> None:

@@ -42,10 +42,17 @@ class Account:
     """Time of one worker thread by state, in nanoseconds. The first thread that switches it owns it; any may read it.
 
     `spans` takes every stretch of one state, on the lane "cpu"; `stages`, which may be put in place later, times on the GPU
-    what states of `GPU_STAGES` launch.
+    what states of `GPU_STAGES` launch. What no state claims is `base` until `rest` names another.
     """
 
-    def __init__(self, worker: str, *, clock: Callable[[], int] = time.perf_counter_ns, spans: SpanLog | None = None) -> None:
+    def __init__(
+        self,
+        worker: str,
+        *,
+        clock: Callable[[], int] = time.perf_counter_ns,
+        spans: SpanLog | None = None,
+        base: str = IDLE,
+    ) -> None:
         self.worker = worker
         self.spans = spans
         self.stages: Stages | None = None
@@ -54,7 +61,7 @@ class Account:
         self._clock = clock
         self._lock = threading.Lock()
         self._charged: dict[str, int] = {IDLE: 0}
-        self._now = _Claim(self, IDLE, pack=None, step=None, whole=False)
+        self._base = self._now = _Claim(self, base, pack=None, step=None, whole=False)
         self._whole = False
         self._owner: int | None = None
         self._began = self._since = clock()
@@ -67,6 +74,12 @@ class Account:
         `pack` and `step` say what the time was spent on. Contexts are entered once.
         """
         return _Claim(self, name, pack=pack, step=step, whole=whole)
+
+    def rest(self, name: str = IDLE) -> None:
+        """What no state claims is `name` from here on. Outside all states."""
+        assert self._now is self._base, f"the account of {self.worker} is in state {self._now.name}"
+        self._base = _Claim(self, name, pack=None, step=None, whole=False)
+        self._enter(self._base)
 
     @contextmanager
     def aside(self, lane: str, name: str, *, pack: int | None = None, step: int | None = None) -> Iterator[None]:
