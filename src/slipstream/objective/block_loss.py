@@ -37,10 +37,22 @@ def block_loss(*, hidden_NBD: torch.Tensor, head_VD: torch.Tensor, batch: BlockB
 
     A row that is not finite makes the loss non-finite if it is supervised, and changes nothing if it is not.
     """
+    hidden_MD, labels_M = supervised_rows(hidden_NBD, batch)
+    loss_M, hit_M = linear_ce(hidden_MD, head_VD, labels_M, objective.chunk_rows, num_rows=batch.num_rows)
+    return weigh_rows(loss_M, hit_M, batch=batch, objective=objective)
+
+
+def supervised_rows(hidden_NBD: torch.Tensor, batch: BlockBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Hidden states `[M, D]`, differentiable, and labels int64 `[M]` of `rows_M`; on a CPU of the real rows alone."""
     rows_M = _rows(batch)
     labels_M = batch.labels_NB.flatten().index_select(0, rows_M)
-    hidden_MD = _TakeRows.apply(hidden_NBD.flatten(0, 1), rows_M)
-    loss_M, hit_M = linear_ce(hidden_MD, head_VD, labels_M, objective.chunk_rows, num_rows=batch.num_rows)
+    hidden_MD: torch.Tensor = _TakeRows.apply(hidden_NBD.flatten(0, 1), rows_M)
+    return hidden_MD, labels_M
+
+
+def weigh_rows(loss_M: torch.Tensor, hit_M: torch.Tensor, *, batch: BlockBatch, objective: ObjectiveSection) -> BlockLoss:
+    """From the rows' losses (fp32, differentiable) and hits (bool) to the sums of a batch. Padding has loss 0 and no hit."""
+    rows_M = _rows(batch)
     supervised = batch.supervised_NB
     slots = supervised.numel()
     # padding of rows_M writes to slot 0 of block 0, which the masks below leave out

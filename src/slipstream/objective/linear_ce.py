@@ -44,25 +44,46 @@ def linear_ce(
     return loss, hit
 
 
+def fill_rows(
+    hidden_MD: torch.Tensor,
+    head_VD: torch.Tensor,
+    labels_M: torch.Tensor,
+    chunk_rows: int,
+    *,
+    num_rows: int,
+    loss_M: torch.Tensor,
+    hit_M: torch.Tensor,
+    unit_MD: torch.Tensor | None,
+) -> None:
+    """Write loss, hit and, if there is a place for it, u of the first `num_rows` rows; what follows them stays as it is."""
+    # the same size for every batch, so that the allocator hands out the same block
+    logits = hidden_MD.new_empty(min(chunk_rows, len(hidden_MD)), len(head_VD))
+    row_pass = ROW_PASSES[hidden_MD.device.type]()
+    for first in range(0, num_rows, chunk_rows):
+        chunk = slice(first, min(first + chunk_rows, num_rows))
+        logits_RV = logits[: chunk.stop - first]
+        torch.mm(hidden_MD[chunk], head_VD.t(), out=logits_RV)
+        row_pass(logits_RV, labels_M[chunk], loss_R=loss_M[chunk], hit_R=hit_M[chunk], gradient=unit_MD is not None)
+        if unit_MD is not None:
+            torch.mm(logits_RV, head_VD, out=unit_MD[chunk])
+
+
+def row_gradient(grad_loss_M: torch.Tensor, unit_MD: torch.Tensor) -> torch.Tensor:
+    """The gradient by the rows' hidden states `[M, D]`, from that by their losses."""
+    weight = grad_loss_M[:, None]
+    # by where, not by product alone: a row of weight 0 may hold NaN
+    return torch.where(weight == 0, torch.zeros((), device=weight.device), weight * unit_MD).to(unit_MD.dtype)
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden_MD: torch.Tensor, head_VD: torch.Tensor, labels_M: torch.Tensor, chunk_rows: int, rows: int, keep: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        vocabulary = len(head_VD)
         loss_M = torch.zeros(len(hidden_MD), dtype=torch.float32, device=hidden_MD.device)
         hit_M = torch.zeros(len(hidden_MD), dtype=torch.bool, device=hidden_MD.device)
         unit_MD = torch.empty_like(hidden_MD) if keep else None
-        # the same size for every batch, so that the allocator hands out the same block; free again during backward
-        logits = hidden_MD.new_empty(min(chunk_rows, len(hidden_MD)), vocabulary)
-        row_pass = ROW_PASSES[hidden_MD.device.type]()
-        for first in range(0, rows, chunk_rows):
-            chunk = slice(first, min(first + chunk_rows, rows))
-            logits_RV = logits[: chunk.stop - first]
-            torch.mm(hidden_MD[chunk], head_VD.t(), out=logits_RV)
-            row_pass(logits_RV, labels_M[chunk], loss_R=loss_M[chunk], hit_R=hit_M[chunk], gradient=keep)
-            if unit_MD is not None:
-                torch.mm(logits_RV, head_VD, out=unit_MD[chunk])
+        fill_rows(hidden_MD, head_VD, labels_M, chunk_rows, num_rows=rows, loss_M=loss_M, hit_M=hit_M, unit_MD=unit_MD)
         ctx.mark_non_differentiable(hit_M)
         if unit_MD is not None:
             ctx.save_for_backward(unit_MD)
@@ -71,9 +92,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_loss_M: torch.Tensor, _grad_hit: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (unit_MD,) = ctx.saved_tensors
-        weight = grad_loss_M[:, None]
-        # by where, not by product alone: a row of weight 0 may hold NaN
-        gradient = torch.where(weight == 0, torch.zeros((), device=weight.device), weight * unit_MD).to(unit_MD.dtype)
+        gradient = row_gradient(grad_loss_M, unit_MD)
         return gradient, None, None, None, None, None
 
 
