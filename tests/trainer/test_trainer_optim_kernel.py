@@ -34,13 +34,13 @@ def buffers(size: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("good", [True, False])
 @pytest.mark.parametrize(("size", "num_decayed"), [(64, 0), (BLOCK + 192, BLOCK + 64), (3 * BLOCK, BLOCK // 2)])
 def test_equals_the_plain_update(size: int, num_decayed: int, good: bool, dtype: torch.dtype) -> None:
-    results, scalars = [], torch.tensor([0.3, 1e-2, 0.2, float(good)], device=DEVICE)
+    results, scalars = [], torch.tensor([0.3, 1e-2, 0.2, float(good), 0.9], device=DEVICE)
     before = buffers(size, dtype)
     for function in (torch_update, update):
         given = buffers(size, dtype)
         if not good:
             given["gradient"][3] = float("nan")
-        function(**given, scalars=scalars, num_decayed=num_decayed, decay=0.9, betas=(0.9, 0.95), eps=1e-8)
+        function(**given, scalars=scalars, num_decayed=num_decayed, betas=(0.9, 0.95), eps=1e-8)
         results.append(given)
     for name in ("master", "exp_avg", "exp_avg_sq"):
         torch.testing.assert_close(results[1][name], results[0][name], rtol=2e-6, atol=1e-7)

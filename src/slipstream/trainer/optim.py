@@ -54,9 +54,9 @@ class OptimizerState:
 class Update(Protocol):
     """One AdamW update of flat fp32 buffers, in place, and of the compute weights if they are another buffer than `master`.
 
-    `scalars` fp32 `[4]` on the device: the factor that clips gradients, the bias-corrected rate, the root of the second
-    moment's correction, and whether the step is good (1) or changes nothing (0). The first `num_decayed` elements are
-    multiplied by `decay` first.
+    `scalars` fp32 `[5]` on the device: the factor that clips gradients, the bias-corrected rate, the root of the second
+    moment's correction, whether the step is good (1) or changes nothing (0), and what the first `num_decayed` elements are
+    multiplied by before all else.
     """
 
     def __call__(
@@ -69,7 +69,6 @@ class Update(Protocol):
         compute: Tensor,
         scalars: Tensor,
         num_decayed: int,
-        decay: float,
         betas: tuple[float, float],
         eps: float,
     ) -> None: ...
@@ -119,10 +118,11 @@ class FlatAdamW:
             self._stale.update(region.name for region in self.regions)
 
     @torch.no_grad()
-    def step(self, *, learning_rate: float, finite: Tensor) -> tuple[Tensor, Tensor]:
+    def step(self, *, learning_rate: float | Tensor, finite: Tensor) -> tuple[Tensor, Tensor]:
         """One update from the summed gradient, unless it or `finite` (bool scalar on the device) says no.
 
-        Returns the global norm before clipping (fp32 scalar) and whether the update was made (bool scalar); reads neither.
+        `learning_rate` is a number, or an fp64 scalar on the device: the results are the same. Returns the global norm
+        before clipping (fp32 scalar) and whether the update was made (bool scalar); reads neither.
         """
         self.clear_stale()
         section = self.section
@@ -134,7 +134,10 @@ class FlatAdamW:
         count = count.to(torch.float64)
         correction1 = 1 - torch.pow(section.beta1, count)
         correction2_sqrt = (1 - torch.pow(section.beta2, count)).sqrt()
-        scalars = (clip, learning_rate / correction1, correction2_sqrt, good)
+        decay: float | Tensor = 1 - learning_rate * section.weight_decay
+        if not isinstance(decay, Tensor):
+            decay = torch.full_like(correction1, decay)
+        scalars = (clip, correction1.reciprocal() * learning_rate, correction2_sqrt, good, decay)
         self._update(
             master=self.master,
             exp_avg=self.exp_avg,
@@ -143,11 +146,21 @@ class FlatAdamW:
             compute=self._compute,
             scalars=torch.stack([scalar.to(torch.float32) for scalar in scalars]),
             num_decayed=self._num_decayed,
-            decay=1 - learning_rate * section.weight_decay,
             betas=(section.beta1, section.beta2),
             eps=section.eps,
         )
         return norm, good
+
+    @property
+    def stale(self) -> frozenset[str]:
+        """Parameters whose sums the next gradient overwrites: no gradient of this step has reached them. None on a CPU."""
+        return frozenset(self._stale or ())
+
+    @stale.setter
+    def stale(self, names: frozenset[str]) -> None:
+        """For gradients that came to the sums past the parameters, by a recording of work that once went through them."""
+        if self._stale is not None:
+            self._stale = set(names)
 
     def clear_stale(self) -> None:
         """Clear the sums that no gradient of this step has reached; before they are reduced, if a rank may lack one."""
@@ -221,12 +234,11 @@ def torch_update(
     compute: Tensor,
     scalars: Tensor,
     num_decayed: int,
-    decay: float,
     betas: tuple[float, float],
     eps: float,
 ) -> None:
     """The update in plain torch, a chunk at a time: what runs on a CPU, and the oracle of the kernel. See `Update`."""
-    clip, step_size, root, flag = scalars.unbind()
+    clip, step_size, root, flag, decay = scalars.unbind()
     good = flag != 0
     for start, stop, factor in _chunks(size=len(master), num_decayed=num_decayed, decay=decay):
         part = slice(start, stop)
@@ -252,7 +264,7 @@ UPDATES: Mapping[str, Callable[[], Update]] = {"cpu": lambda: torch_update, "cud
 """Every implementation, by the kind of device that it is for."""
 
 
-def _chunks(*, size: int, num_decayed: int, decay: float) -> list[tuple[int, int, float]]:
+def _chunks(*, size: int, num_decayed: int, decay: Tensor) -> list[tuple[int, int, Tensor | float]]:
     """Parts of the flat buffers with the factor that decay puts on each; matrices lie first."""
     return [
         (start, min(start + CHUNK_ELEMENTS, stop), factor)

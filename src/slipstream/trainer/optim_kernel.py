@@ -22,7 +22,6 @@ def _adamw(  # type: ignore[no-untyped-def]
     scalars,
     size,
     num_decayed,
-    decay,
     rest1,
     beta2,
     rest2,
@@ -30,7 +29,7 @@ def _adamw(  # type: ignore[no-untyped-def]
     has_copy: tl.constexpr,
     block: tl.constexpr,
 ):
-    clip, step_size, root = tl.load(scalars), tl.load(scalars + 1), tl.load(scalars + 2)
+    clip, step_size, root, decay = tl.load(scalars), tl.load(scalars + 1), tl.load(scalars + 2), tl.load(scalars + 4)
     if tl.load(scalars + 3) != 0:
         at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
         there = at < size
@@ -56,18 +55,17 @@ def update(
     compute: torch.Tensor,
     scalars: torch.Tensor,
     num_decayed: int,
-    decay: float,
     betas: tuple[float, float],
     eps: float,
 ) -> None:
     """One update of flat fp32 buffers and, if it is another buffer than `master`, of the compute weights.
 
-    `scalars` fp32 `[4]` on the device: the factor that clips gradients, the bias-corrected rate, the root of the second
-    moment's correction, and whether the step is good (1) or changes nothing (0). The first `num_decayed` elements decay.
+    `scalars` fp32 `[5]` on the device: the factor that clips gradients, the bias-corrected rate, the root of the second
+    moment's correction, whether the step is good (1) or changes nothing (0), and the factor of the first `num_decayed`.
     """
     size = len(master)
     _adamw[(triton.cdiv(size, BLOCK),)](
         master, exp_avg, exp_avg_sq, gradient, compute, scalars, size, num_decayed,
-        decay, 1.0 - betas[0], betas[1], 1.0 - betas[1], eps,
+        1.0 - betas[0], betas[1], 1.0 - betas[1], eps,
         has_copy=compute is not master, block=BLOCK, num_warps=8,
     )  # fmt: skip
