@@ -22,6 +22,7 @@ from slipstream.launch.answers import (
     write_answers,
 )
 from slipstream.launch.roles import answers as role
+from slipstream.observe import Account
 from slipstream.runfolder import RunFolder
 from slipstream.target.generate import greedy_answers
 from slipstream.target.loading import load_full
@@ -52,7 +53,7 @@ def play(recipe: Recipe, *, control: FakeControl | None = None) -> dict[str, Any
     folder = RunFolder(Path(recipe.runs) / recipe.name)
     folder.validation.mkdir(parents=True, exist_ok=True)
     job = {"recipe": recipe.model_dump(mode="json"), "folder": str(folder.root), "device": "cpu"}
-    return role.play_answers(job, control or FakeControl())  # type: ignore[arg-type]
+    return role.play_answers(job, control or FakeControl(), Account("answers"))  # type: ignore[arg-type]
 
 
 def kept(recipe: Recipe) -> list[Answer]:

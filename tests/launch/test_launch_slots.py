@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from slipstream.config import dump_recipe, read_target_info, resolve_drafter
 from slipstream.launch.planning import open_run_plan, slot_layout, write_schedule
 from slipstream.launch.training import train_drafter
+from slipstream.observe import Account
 from slipstream.runfolder import RunFolder
 from slipstream.target.huggingface import load_target
 from slipstream.trainer.checkpoint import latest
@@ -56,8 +57,9 @@ def trained(material: dict[str, str], runs: Path, *, fill: float, packing: str) 
 
     listener = Listener()
     train_drafter(
-        job={"rank": 0, "folder": str(folder.root), "device": "cpu", "name": "worker-0", "checkpoint": None},
+        job={"rank": 0, "role": "colocated", "folder": str(folder.root), "device": "cpu", "checkpoint": None},
         control=listener,  # type: ignore[arg-type]
+        account=Account("worker-0"),
         recipe=recipe,
         info=info,
         shape=shape,

@@ -181,7 +181,12 @@ class _Run:
         name = f"drafter-{rank}" if split else f"worker-{rank}"
         child = start_child(
             name=name,
-            job={**job, "role": "drafter" if split else "colocated", "rank": rank},
+            job={
+                **job,
+                "role": "drafter" if split else "colocated",
+                "rank": rank,
+                "gpu": self.gpu(role="drafter", index=rank),
+            },
             descriptors=descriptors,
             log=self.flight.folder.logs / f"{name}.log",
             threads=self.threads(role="drafter"),
@@ -201,7 +206,7 @@ class _Run:
         folder.validation.mkdir(exist_ok=True)
         child = start_child(
             name="answers",
-            job={"role": "answers", **self._shared_job()},
+            job={"role": "answers", "gpu": self.gpu(role="target", index=0), **self._shared_job()},
             descriptors={"lock": self.lock.fd},
             log=folder.logs / "answers.log",
             threads=os.cpu_count() or 1,
@@ -275,12 +280,16 @@ class _Run:
         )
         return share.target if role == "target" else share.drafter
 
+    def gpu(self, *, role: str, index: int) -> int | None:
+        """The GPU of a process of a role, by its index among the visible ones; none on a CPU."""
+        processes = [p for p in self.flight.placement.processes if p.role in (role, "colocated")]
+        return processes[index].gpu
+
     def environment(self, *, role: str, index: int) -> dict[str, str]:
         """GPU and allocator settings of a process, or where there is none, the interface that ranks on one host meet on."""
         if self.flight.device == "cpu":
             return {"CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
-        processes = [p for p in self.flight.placement.processes if p.role in (role, "colocated")]
-        gpu = processes[index].gpu
+        gpu = self.gpu(role=role, index=index)
         assert gpu is not None
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         chosen = visible.split(",")[gpu].strip() if visible else str(gpu)
@@ -302,7 +311,13 @@ class _TargetStarter:
         memories = {f"memory-{rank}": memory.fd for rank, memory in enumerate(self.run.memories)}
         child = start_child(
             name=name,
-            job={**self.job, "role": "target", "rank": index, "attempt": attempt},
+            job={
+                **self.job,
+                "role": "target",
+                "rank": index,
+                "attempt": attempt,
+                "gpu": self.run.gpu(role="target", index=index),
+            },
             descriptors={"lock": self.run.lock.fd, "transport": theirs.fileno(), **memories},
             log=self.run.flight.folder.logs / f"{name}.log",
             threads=self.run.threads(role="target"),
