@@ -211,6 +211,8 @@ class ObserveSection(Section):
     """Sinks of metrics; a configured sink starts or the run stops."""
     every_steps: int = Field(default=10, ge=1)
     """Steps between two console lines; files get every step."""
+    spans: bool = True
+    """Keep every stretch of every worker's time, which reports and verdicts are made from; costs under 1 % of throughput."""
 
 
 class Recipe(Section):

@@ -11,10 +11,14 @@ import os
 import sys
 import threading
 import traceback
+from contextlib import AbstractContextManager
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from slipstream.errors import SlipstreamError
+from slipstream.observe import Account, WorkerFacts, open_account
+from slipstream.runfolder import RunFolder
 from slipstream.transport.connections import connection_from_fd
 
 ORPHAN_SECONDS = 20.0
@@ -64,11 +68,12 @@ def main() -> int:
         os.set_inheritable(descriptors["lock"], False)
     control = Control(connection_from_fd(descriptors["control"]))
     try:
-        from slipstream.device.threads import set_threads
-        from slipstream.launch.roles import role
+        with _account(job) as account:
+            from slipstream.device.threads import set_threads
+            from slipstream.launch.roles import role
 
-        set_threads(job["threads"])
-        result = role(job["role"])(job, control)
+            set_threads(job["threads"])
+            result = role(job["role"])(job, control, account)
     except SlipstreamError as error:
         log.error("%s", error)
         control.report("failed", {"kind": type(error).__name__, "message": str(error)})
@@ -79,6 +84,12 @@ def main() -> int:
         return 1
     control.report("done", result)
     return 0
+
+
+def _account(job: dict[str, Any]) -> AbstractContextManager[Account]:
+    """Where this process's time goes, from here on: importing what a role needs is a part of it."""
+    facts = WorkerFacts(worker=job["name"], role=job["role"], rank=job.get("rank", 0), gpu=job["gpu"])
+    return open_account(RunFolder(Path(job["folder"])), facts, spans=job["recipe"]["observe"]["spans"])
 
 
 if __name__ == "__main__":

@@ -17,7 +17,8 @@ from slipstream.evaluate.summary import summarise
 from slipstream.export.warm_start import read_warm_start
 from slipstream.launch.child import Control
 from slipstream.launch.planning import RunPlan
-from slipstream.observe import Account, AccountWriter, MetricLog
+from slipstream.launch.stages import time_stages
+from slipstream.observe import Account, MetricLog
 from slipstream.records import HiddenPack
 from slipstream.runfolder import RunFolder
 from slipstream.target.ends import FrozenEnds, load_frozen_ends
@@ -44,15 +45,22 @@ class Source(Protocol):
 
 
 class OnDevice:
-    """A source whose packs lie on the drafter's device, wherever their slots are."""
+    """A source whose packs lie on the drafter's device, wherever their slots are.
 
-    def __init__(self, source: Source, *, device: torch.device) -> None:
+    What the thread waits for `inside` a take is no other worker, where this process makes the packs itself.
+    """
+
+    def __init__(
+        self, source: Source, *, device: torch.device, account: Account | None = None, inside: str = "wait_input"
+    ) -> None:
         self._source = source
         self._device = device
+        self._account, self._inside = account or Account("source"), inside
 
     def take(self, pack_id: int) -> HiddenPack:
         """The pack, where the drafter computes: a copy made here would be one that the loop waits for."""
-        taken = self._source.take(pack_id)
+        with self._account.state(self._inside, pack=pack_id):
+            taken = self._source.take(pack_id)
         found = taken.hidden_TKD.device.type
         assert found == self._device.type, f"pack {pack_id} came on {found}, the drafter is on {self._device}"
         return taken
@@ -121,6 +129,7 @@ def train_drafter(
     *,
     job: Mapping[str, Any],
     control: Control,
+    account: Account,
     recipe: Recipe,
     info: TargetInfo,
     shape: DrafterShape,
@@ -130,7 +139,6 @@ def train_drafter(
     """Train one rank's share to the end of the plan, or to the supervisor's wish; returns what the run's result needs."""
     rank, folder, device = int(job["rank"]), RunFolder(Path(job["folder"])), torch.device(job["device"])
     share = ColumnShare(rank=rank, ranks=plan.ranks)
-    account = Account(job["name"])
     drafter = build_drafter(
         shape=shape,
         dtype=recipe.drafter.dtype,
@@ -140,10 +148,9 @@ def train_drafter(
         family=recipe.drafter.type,
     )
     ends = load_frozen_ends(info=info, dtype=recipe.drafter.dtype, device=job["device"])
-    placed = OnDevice(source, device=device)
+    placed = OnDevice(source, device=device, account=account, inside=_taking(job))
     with ExitStack() as stack:
         stack.callback(source.close)
-        stack.enter_context(AccountWriter(account, path=folder.accounts / f"{job['name']}.jsonl"))
         group = _join(share=share, job=job, recipe=recipe, stack=stack)
         parts = RunParts(
             recipe=recipe,
@@ -164,7 +171,9 @@ def train_drafter(
         trainer = build_trainer(parts=parts, main=main, resume=Path(job["checkpoint"]) if job["checkpoint"] else None)
         if recipe.drafter.warm_start is not None and trainer.start_step == 0:
             trainer.optimizer.load_weights(read_warm_start(Path(recipe.drafter.warm_start), shape=shape))
+        time_stages(account, device=job["device"])
         control.report("ready", {"parameters": shape.num_parameters})
+        account.rest()
         began = time.monotonic()
         result = trainer.fit(stop=control.stopping)
     newest = latest(folder.checkpoints)
@@ -174,6 +183,13 @@ def train_drafter(
         "train_seconds": time.monotonic() - began,
         "checkpoint": str(newest) if newest else None,
     }
+
+
+def _taking(job: Mapping[str, Any]) -> str:
+    """The state of a take: in a process that makes its packs itself it waits for its own GPU, or seals them on the CPU."""
+    if job["role"] != "colocated":
+        return "wait_input"
+    return "publish" if job["device"] == "cpu" else "wait_gpu"
 
 
 def _join(*, share: ColumnShare, job: Mapping[str, Any], recipe: Recipe, stack: ExitStack) -> RankGroup | None:

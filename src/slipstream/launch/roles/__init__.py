@@ -1,5 +1,7 @@
 """The roles a child can play. Each opens what it needs from the run folder, says it is ready, works, returns a result.
 
+The account that a role is given is in state "load" until the role lets it rest.
+
 `answers`: the target answers the validation prompts · `target`: hidden states into shared slots · `drafter`: trains from them ·
 `colocated`: both in one process, nothing crosses. A role's module is imported only by a process that plays it.
 """
@@ -11,6 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from slipstream.launch.child import Control
+from slipstream.observe import Account
 
 Job = Mapping[str, Any]
 
@@ -22,8 +25,8 @@ ROLES: Mapping[str, str] = {
 }
 
 
-def role(name: str) -> Callable[[Job, Control], dict[str, Any]]:
+def role(name: str) -> Callable[[Job, Control, Account], dict[str, Any]]:
     """The function that plays a role."""
     module, _, function = ROLES[name].partition(":")
-    found: Callable[[Job, Control], dict[str, Any]] = getattr(importlib.import_module(module), function)
+    found: Callable[[Job, Control, Account], dict[str, Any]] = getattr(importlib.import_module(module), function)
     return found

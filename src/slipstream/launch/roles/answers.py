@@ -20,6 +20,7 @@ from slipstream.launch.answers import (
 from slipstream.launch.child import Control
 from slipstream.launch.roles import Job
 from slipstream.launch.roles.opening import Opening, open_job
+from slipstream.observe import Account
 from slipstream.target.fingerprint import fingerprint_target
 from slipstream.target.generate import greedy_answers
 from slipstream.target.loading import load_full
@@ -29,7 +30,7 @@ class _AskedToStop(Exception):
     """Leaves the generation between two batches."""
 
 
-def play_answers(job: Job, control: Control) -> dict[str, Any]:
+def play_answers(job: Job, control: Control, account: Account) -> dict[str, Any]:
     """Answer the validation prompts greedily, unless this run, or an earlier one of the same target, has the very answers."""
     opened = open_job(job)
     recipe, info = opened.recipe, opened.info
@@ -51,7 +52,8 @@ def play_answers(job: Job, control: Control) -> dict[str, Any]:
         answers = read_answers(kept)
     else:
         try:
-            answers = _answer(opened, job=job, control=control, prompts=prompts, stops=encoder.stop_token_ids)
+            with account.state("target"):
+                answers = _answer(opened, job=job, control=control, prompts=prompts, stops=encoder.stop_token_ids)
         except _AskedToStop:
             return {"answers": 0, "reused": False}
         write_answers(path=kept, answers=answers)

@@ -11,6 +11,7 @@ from slipstream.launch.planning import RunPlan, slot_layout
 from slipstream.launch.roles import Job
 from slipstream.launch.roles.opening import Opening, open_job
 from slipstream.launch.training import train_drafter
+from slipstream.observe import Account
 from slipstream.target.huggingface import HuggingFaceTarget, load_target
 from slipstream.transport.ends import HiddenSource
 from slipstream.transport.inline import InlineTransport
@@ -18,7 +19,7 @@ from slipstream.transport.ledger import Assignment
 from slipstream.transport.slots import SlotPool
 
 
-def play_colocated(job: Job, control: Control) -> dict[str, Any]:
+def play_colocated(job: Job, control: Control, account: Account) -> dict[str, Any]:
     """Run the target and train on its states in this process, pack by pack, in the same order as split does."""
     opened = open_job(job)
     recipe, info, shape = opened.recipe, opened.info, opened.shape
@@ -31,12 +32,16 @@ def play_colocated(job: Job, control: Control) -> dict[str, Any]:
         packing=recipe.target.packing,
         pack_tokens=recipe.plan.pack_tokens,
     )
-    source = _open_source(job=job, opened=opened, plan=plan, target=target)
-    result = train_drafter(job=job, control=control, recipe=recipe, info=info, shape=shape, plan=plan, source=source)
+    source = _open_source(job=job, opened=opened, plan=plan, target=target, account=account)
+    result = train_drafter(
+        job=job, control=control, account=account, recipe=recipe, info=info, shape=shape, plan=plan, source=source
+    )
     return {**result, "bad_rows": int(target.bad_rows)}
 
 
-def _open_source(*, job: Job, opened: Opening, plan: RunPlan, target: HuggingFaceTarget) -> HiddenSource:
+def _open_source(
+    *, job: Job, opened: Opening, plan: RunPlan, target: HuggingFaceTarget, account: Account
+) -> HiddenSource:
     """Slots in this process's memory on a CPU; on CUDA on the device, or in host memory if they are too many."""
     recipe, info, shape = opened.recipe, opened.info, opened.shape
     rank: int = job["rank"]
@@ -46,7 +51,7 @@ def _open_source(*, job: Job, opened: Opening, plan: RunPlan, target: HuggingFac
         return InlineTransport(
             order=[order for order in plan.orders() if order.rank == rank],
             pool=pool,
-            produce=lambda assignment: _capture(target, plan, assignment, pool.hidden(assignment.slot)),
+            produce=lambda assignment: _capture(target, plan, assignment, pool.hidden(assignment.slot), account),
             fingerprint=target.fingerprint,
         )
     from slipstream.launch.on_gpu import gpu_inline  # here, not above: a CPU has no use for it
@@ -58,10 +63,14 @@ def _open_source(*, job: Job, opened: Opening, plan: RunPlan, target: HuggingFac
         plan=plan,
         rank=rank,
         layout=layout,
-        produce=lambda assignment, slot: _capture(target, plan, assignment, slot.hidden_TKD),
+        produce=lambda assignment, slot: _capture(target, plan, assignment, slot.hidden_TKD, account),
         fingerprint=target.fingerprint,
     )
 
 
-def _capture(target: HuggingFaceTarget, plan: RunPlan, assignment: Assignment, hidden_TKD: torch.Tensor) -> None:
-    target.capture(plan.pack(assignment.pack_id), hidden_TKD=hidden_TKD)
+def _capture(
+    target: HuggingFaceTarget, plan: RunPlan, assignment: Assignment, hidden_TKD: torch.Tensor, account: Account
+) -> None:
+    pack = plan.pack(assignment.pack_id)
+    with account.state("target", pack=pack.pack_id):
+        target.capture(pack, hidden_TKD=hidden_TKD)

@@ -10,13 +10,14 @@ from slipstream.launch.planning import RunPlan, slot_layout
 from slipstream.launch.roles import Job
 from slipstream.launch.roles.opening import open_job
 from slipstream.launch.training import train_drafter
+from slipstream.observe import Account
 from slipstream.transport.connections import connection_from_fd
 from slipstream.transport.ends import HiddenSource
 from slipstream.transport.shared import SharedSource
 from slipstream.transport.slots import SlotPool
 
 
-def play_drafter(job: Job, control: Control) -> dict[str, Any]:
+def play_drafter(job: Job, control: Control, account: Account) -> dict[str, Any]:
     """Train on packs that target workers put into this rank's shared pool."""
     opened = open_job(job)
     recipe, info, shape = opened.recipe, opened.info, opened.shape
@@ -26,7 +27,9 @@ def play_drafter(job: Job, control: Control) -> dict[str, Any]:
     memory = SharedMemory.attach(fd=job["descriptors"]["memory"], nbytes=layout.nbytes * slots)
     pool = SlotPool.shared(layout=layout, num_slots=slots, memory=memory)
     source = _open_source(job=job, pool=pool, plan=plan)
-    return train_drafter(job=job, control=control, recipe=recipe, info=info, shape=shape, plan=plan, source=source)
+    return train_drafter(
+        job=job, control=control, account=account, recipe=recipe, info=info, shape=shape, plan=plan, source=source
+    )
 
 
 def _open_source(*, job: Job, pool: SlotPool, plan: RunPlan) -> HiddenSource:

@@ -9,7 +9,8 @@ from slipstream.launch.child import Control
 from slipstream.launch.planning import RunPlan, slot_layout
 from slipstream.launch.roles import Job
 from slipstream.launch.roles.opening import open_job
-from slipstream.observe import Account, AccountWriter
+from slipstream.launch.stages import time_stages
+from slipstream.observe import Account
 from slipstream.target.huggingface import load_target
 from slipstream.transport.connections import connection_from_fd
 from slipstream.transport.ends import HiddenSink
@@ -17,7 +18,7 @@ from slipstream.transport.shared import SharedSink
 from slipstream.transport.slots import SlotPool
 
 
-def play_target(job: Job, control: Control) -> dict[str, Any]:
+def play_target(job: Job, control: Control, account: Account) -> dict[str, Any]:
     """Make hidden states for every pack that the broker assigns, until there are no more."""
     opened = open_job(job)
     recipe, info, shape = opened.recipe, opened.info, opened.shape
@@ -41,21 +42,21 @@ def play_target(job: Job, control: Control) -> dict[str, Any]:
         pack_tokens=recipe.plan.pack_tokens,
     )
     control.report("ready", {"packing": target.packing})
+    sink = _open_sink(job=job, pools=pools, plan=plan, fingerprint=target.fingerprint)
+    time_stages(account, device=job["device"])
+    account.rest()
     made = 0
-    account = Account(job["name"])
-    with AccountWriter(account, path=opened.folder.accounts / f"{job['name']}.jsonl"):
-        sink = _open_sink(job=job, pools=pools, plan=plan, fingerprint=target.fingerprint)
-        while True:
-            with account.state("wait_slot"):
-                assignment = sink.acquire()
-            if assignment is None:
-                break
-            with account.state("forward"):
-                target.capture(plan.pack(assignment.pack_id), hidden_TKD=sink.hidden(assignment))
-            with account.state("publish"):
-                sink.publish(assignment)
-            made += 1
-        sink.close()
+    while True:
+        with account.state("wait_slot"):
+            assignment = sink.acquire()
+        if assignment is None:
+            break
+        with account.state("target", pack=assignment.pack_id):
+            target.capture(plan.pack(assignment.pack_id), hidden_TKD=sink.hidden(assignment))
+        with account.state("publish", pack=assignment.pack_id):
+            sink.publish(assignment)
+        made += 1
+    sink.close()
     return {"packs": made, "bad_rows": int(target.bad_rows)}
 
 
