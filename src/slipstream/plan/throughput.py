@@ -46,12 +46,10 @@ class StageCosts:
     @classmethod
     def from_dict(cls, found: Mapping[str, Any]) -> StageCosts:
         """From JSON. Keys of other things are left aside; raises `KeyError` for a required one that is missing."""
-        known = {field.name: found[field.name] for field in fields(cls) if field.name in found}
-        missing = [
-            name for name in ("target_seconds_per_pack", "drafter_seconds_per_use", "tokens_per_pack") if name not in known
-        ]
-        if missing:
-            raise KeyError(missing[0])
+        known: dict[str, Any] = {field.name: found[field.name] for field in fields(cls) if field.name in found}
+        for name in ("target_seconds_per_pack", "drafter_seconds_per_use", "tokens_per_pack"):
+            if name not in known:
+                raise KeyError(name)
         return cls(**{name: value if name == "source" else float(value) for name, value in known.items()})
 
 
