@@ -70,6 +70,10 @@ class ArrayLayout:
         """All arrays in a piece of memory, each cut to its length."""
         return {name: field.view(memory, lengths[name]) for name, field in self.fields.items()}
 
+    def whole(self, memory: Tensor) -> dict[str, Tensor]:
+        """All arrays in a piece of memory, as long as there is room for."""
+        return self.views(memory, {name: field.shape[0] for name, field in self.fields.items()})
+
 
 class _HostSlot:
     """Page-locked memory for one use. `sent` is recorded behind its copy; `waiting` while it is filled and not yet sent."""
@@ -114,7 +118,7 @@ class MetadataRing:
             self._slots[(self._staged + ahead) % len(self._slots)].sent.synchronize()
 
     def stage(self, arrays: Arrays) -> StagedArrays:
-        """Put arrays in the next slot. Sleeps while the slot's last copy is under way."""
+        """Put arrays in the next slot, zeros behind those that are short. Sleeps while the slot's last copy is under way."""
         self._layout.check(arrays)
         slot = self._slots[self._staged % len(self._slots)]
         self._staged += 1
@@ -122,8 +126,9 @@ class MetadataRing:
         self._lanes.adopt_thread()
         slot.sent.synchronize()
         lengths = {name: len(array) for name, array in arrays.items()}
-        for name, view in self._layout.views(slot.memory, lengths).items():
-            view.copy_(arrays[name])
+        for name, view in self._layout.whole(slot.memory).items():
+            view[: lengths[name]].copy_(arrays[name])
+            view[lengths[name] :].zero_()
         slot.waiting = True
         return StagedArrays(slot=slot, lengths=lengths)
 
@@ -137,6 +142,13 @@ class MetadataRing:
         self._lanes.hold(buffer.ready)
         self._current = buffer
         return self._layout.views(buffer.memory, staged.lengths)
+
+    def send_to(self, memory: Tensor, staged: StagedArrays) -> None:
+        """The arrays, whole, to memory of the layout's size that the compute stream alone uses; nothing is to be marked."""
+        self.send(staged)
+        assert self._current is not None
+        memory.copy_(self._current.memory)
+        self.used()
 
     def used(self) -> None:
         """The backward pass of the use that was sent last has been launched: its buffer may be overwritten behind it."""

@@ -10,15 +10,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from slipstream.drafter import embedding_rows
 from slipstream.records import BlockBatch
 from slipstream.trainer.lanes import Lanes
 from slipstream.trainer.metadata import ArrayLayout, Arrays, MetadataRing, StagedArrays
-from slipstream.trainer.prefetch import PreparedStep
+from slipstream.trainer.prefetch import PreparedColumn, PreparedStep
 
 EMBEDDING = "embedding.rows"
+NUMBERS = "numbers"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,19 @@ class Placed:
     batch: BlockBatch
     embedding_VD: Tensor
     masks: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """A place for one use after another: `placed` and `numbers` are views of `memory`, for work that keeps its addresses.
+
+    All arrays have their full lengths; rows of the loss that a use has not are padding. `numbers` fp32 `[3]`: one over the
+    step's denominator, which is the gradient of the loss's sum; context tokens; unique tokens.
+    """
+
+    memory: Tensor
+    placed: Placed
+    numbers: Tensor
 
 
 class StagedPlacing:
@@ -51,22 +66,46 @@ class StagedPlacing:
     ) -> None:
         self._embedding_VD, self._is_remote = embedding_VD, is_remote
         self._mask_arrays, self._masks_over = mask_arrays, masks_over
-        self._ring = MetadataRing(lanes, layout=ArrayLayout.of(self._arrays(largest)), num_slots=num_slots)
+        self._lanes, self._largest = lanes, largest
+        self._layout = ArrayLayout.of(self._arrays(largest, numbers=(0.0, 0, 0)))
+        self._ring = MetadataRing(lanes, layout=self._layout, num_slots=num_slots)
 
     def stage(self, prepared: PreparedStep) -> PreparedStep:
         """The same step with its columns' arrays in host slots. In the thread that prepares; sleeps for a free slot."""
-        columns = tuple(
-            dataclasses.replace(column, staged=self._ring.stage(self._arrays(column.batch))) for column in prepared.columns
-        )
+        columns = tuple(self._stage(column, denominator=prepared.denominator) for column in prepared.columns)
         return dataclasses.replace(prepared, columns=columns)
 
     def wait_for_room(self, count: int) -> None:
         """Sleep until `count` more uses can be staged without waiting. In the thread that prepares."""
         self._ring.wait_for_room(count)
 
+    def _stage(self, column: PreparedColumn, *, denominator: float) -> PreparedColumn:
+        # divided in fp32, as the backward of a division by the denominator does
+        seed = float(torch.ones(()) / denominator)
+        arrays = self._arrays(column.batch, numbers=(seed, column.context_tokens, column.unique_tokens))
+        return dataclasses.replace(column, staged=self._ring.stage(arrays))
+
     def send(self, batch: BlockBatch, staged: StagedArrays) -> Placed:
         """A use on the device, until `used`; its scalars are those of the CPU's `batch`. Waits for nothing."""
-        arrays = self._ring.send(staged)
+        return self._placed(batch, self._ring.send(staged))
+
+    def used(self) -> None:
+        """The backward pass of the use that was sent last has been launched."""
+        self._ring.used()
+
+    def settle(self) -> Settled:
+        """A place that stays, in new memory on the device. What its batch says of one use alone, number of rows too, is void."""
+        memory = self._lanes.buffer(self._layout.nbytes)
+        memory.zero_()
+        arrays = self._layout.whole(memory)
+        batch = dataclasses.replace(self._largest, num_rows=len(arrays["rows_M"]))
+        return Settled(memory=memory, placed=self._placed(batch, arrays), numbers=arrays[NUMBERS])
+
+    def send_to(self, settled: Settled, staged: StagedArrays) -> None:
+        """A use to a place that stays, behind what was launched on its predecessor. Waits for nothing."""
+        self._ring.send_to(settled.memory, staged)
+
+    def _placed(self, batch: BlockBatch, arrays: Arrays) -> Placed:
         moved: dict[str, Any] = {name: arrays[name] for name in _tensor_fields(batch)}
         return Placed(
             batch=dataclasses.replace(batch, **moved),
@@ -74,16 +113,13 @@ class StagedPlacing:
             masks=self._masks_over(arrays, context_tokens=len(batch.context_positions_T)),
         )
 
-    def used(self) -> None:
-        """The backward pass of the use that was sent last has been launched."""
-        self._ring.used()
-
-    def _arrays(self, batch: BlockBatch) -> Arrays:
+    def _arrays(self, batch: BlockBatch, *, numbers: tuple[float, int, int]) -> Arrays:
         masks = self._mask_arrays(batch)
         rows: dict[str, Tensor] = {}
         if self._is_remote:
             batch, rows[EMBEDDING] = embedding_rows(batch, self._embedding_VD)
-        return {**{name: getattr(batch, name) for name in _tensor_fields(batch)}, **masks, **rows}
+        fields = {name: getattr(batch, name) for name in _tensor_fields(batch)}
+        return {**fields, **masks, **rows, NUMBERS: torch.tensor(numbers, dtype=torch.float32)}
 
 
 def _tensor_fields(batch: BlockBatch) -> list[str]:
