@@ -116,8 +116,9 @@ class Step:
 class HiddenPack:
     """A pack's hidden states in a slot. Flows from target through transport to drafter.
 
-    `hidden_TKD` in the slot's dtype; `last_hidden_TD` only when the objective needs it. `seal` is the checksum of the
-    bytes bound to pack, slot and generation; `generation` rises each time the same pack is issued again.
+    `hidden_TKD` in the slot's dtype; `last_hidden_TD` only when the objective needs it. `scale_TK` fp32 only where the slot
+    is e4m3: states are the products of both, which `transport.widened` makes before a drafter sees them. `seal` is the
+    checksum of the bytes bound to pack, slot and generation; `generation` rises each time the same pack is issued again.
     """
 
     pack_id: int
@@ -127,6 +128,7 @@ class HiddenPack:
     last_hidden_TD: torch.Tensor | None
     seal: int
     target_fingerprint: str
+    scale_TK: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

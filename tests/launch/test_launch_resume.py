@@ -50,6 +50,8 @@ def changed(key: str, value: object) -> dict[str, Any]:
         ("drafter.warm_start", "elsewhere", None),
         ("objective.decay_gamma", 4.0, 7.0),
         ("optimizer.lr", 1e-3, 6e-4),
+        ("plan.replay_distance", 60, 50),
+        ("placement.slot_dtype", "float8_e4m3", "target"),
     ],
 )
 def test_a_key_that_decides_the_weights_is_refused(saved: Path, key: str, value: object, before: object) -> None:
@@ -71,6 +73,7 @@ def test_a_key_that_decides_the_weights_is_refused(saved: Path, key: str, value:
         ("validation.max_new_tokens", 32),
         ("target.model", "moved/t"),
         ("corpus.path", "moved/c"),
+        ("plan.allow_lossy_replays", True),
     ],
 )
 def test_what_may_change_between_two_starts(saved: Path, key: str, value: object) -> None:

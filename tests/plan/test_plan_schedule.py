@@ -12,7 +12,7 @@ from plan_corpora import make_corpus
 
 from slipstream.config.recipe import PlanSection
 from slipstream.errors import PlanError
-from slipstream.plan import CorpusIndex, Planner, Schedule, make_schedule
+from slipstream.plan import CorpusIndex, Planner, Schedule, make_schedule, replays
 from slipstream.plan.replays import smallest_allowed, steady_distance
 from slipstream.plan.slots import hold_from
 
@@ -43,7 +43,8 @@ runs = st.fixed_dictionaries(
         "num_packs": st.integers(1, 260),
         "packs_per_step": st.integers(1, 5),
         "replays": st.integers(1, 5),
-        "replay_distance": st.integers(10, 30),
+        "replay_distance": st.integers(1, 30),
+        "allow_lossy_replays": st.just(True),
         "ahead_packs": st.integers(1, 4),
     }
 )
@@ -76,7 +77,7 @@ def test_every_pack_is_used_so_many_times_at_the_planned_distance(run):
         return
     gaps = np.diff(uses, axis=1)
     assert gaps.min() == schedule.summary().smallest_distance
-    assert gaps.min() >= smallest_allowed(replays=replays, replay_distance=distance) >= 4
+    assert gaps.min() >= smallest_allowed(replays=replays, replay_distance=distance) >= min(4, distance // 2 - 1)
     assert (gaps.min(axis=1) < distance).sum() <= schedule.summary().ramp_packs
 
 
@@ -166,6 +167,52 @@ def test_a_run_too_short_for_its_replays_is_refused_with_what_works():
     assert schedule_of(18, replays=3, replay_distance=39, packs_per_step=1).summary().smallest_distance == 18
     with pytest.raises(PlanError):
         schedule_of(18, replays=3, replay_distance=40, packs_per_step=1)
+
+
+@pytest.mark.parametrize(("replays", "distance", "steady"), [(2, 1, 1), (2, 5, 5), (2, 20, 21), (3, 1, 1), (3, 5, 7)])
+def test_uses_may_follow_each_other_directly_where_the_recipe_allows_it(replays, distance, steady):
+    keys = {"replays": replays, "replay_distance": distance, "packs_per_step": 1}
+    summary = schedule_of(200, **keys, allow_lossy_replays=True).summary()
+    assert summary.steady_distance == steady
+    assert summary.smallest_distance >= max(1, distance // 2 - 1)
+
+
+def test_a_distance_that_costs_acceptance_is_refused_by_the_measured_table(monkeypatch):
+    """The nearest that is accepted: 10 while nothing is measured, then the first from which on nothing costs too much."""
+    keys = {"replays": 2, "packs_per_step": 1}
+
+    def nearest() -> int:
+        return next(distance for distance in range(1, 99) if accepted(distance))
+
+    def accepted(distance: int) -> bool:
+        try:
+            schedule_of(200, replay_distance=distance, **keys)
+        except PlanError as error:
+            assert (error.key, error.value) == ("plan.replay_distance", distance)  # noqa: PT017
+            assert schedule_of(200, replay_distance=distance, allow_lossy_replays=True, **keys)
+            return False
+        return True
+
+    for losses, safe in [
+        ([], 10),
+        ([(1, 0.2), (5, 0.06), (20, 0.05), (50, 0.0)], 20),
+        ([(1, 0.01), (5, 0.0), (20, -0.02)], 1),
+        ([(1, 0.0), (5, 0.051), (20, 0.0)], 20),
+        ([(1, 0.3), (5, 0.2)], 6),
+    ]:
+        table = tuple(replays.MeasuredDistance(distance, loss, loss - 0.02, loss + 0.02) for distance, loss in losses)
+        monkeypatch.setattr(replays, "MEASURED", table)
+        assert nearest() == safe
+        assert replays.safe_distance() == safe
+    with pytest.raises(PlanError, match=r"5 steps cost 0.200 of acceptance length, 0.05 is the most accepted"):
+        schedule_of(200, replay_distance=4, **keys)
+    assert schedule_of(200, replays=1, replay_distance=1, packs_per_step=1), "without replays it says nothing"
+
+
+def test_the_measured_table_is_in_order():
+    distances = [row.distance for row in replays.MEASURED]
+    assert distances == sorted(set(distances))
+    assert all(row.low <= row.loss <= row.high for row in replays.MEASURED)
 
 
 def test_max_steps_keeps_whole_sets_of_uses():

@@ -99,15 +99,15 @@ def make_host(pool: SlotPool) -> HostSlots:
     )
 
 
-def make_slots(count: int) -> list[DeviceSlot]:
-    return device_slots(LAYOUT, count, operations=OPERATIONS, device=torch.device("cpu"))
+def make_slots(count: int, layout: SlotLayout = LAYOUT) -> list[DeviceSlot]:
+    return device_slots(layout, count, operations=OPERATIONS, device=torch.device("cpu"))
 
 
-def make_buffers(count: int) -> list[Buffer]:
+def make_buffers(count: int, layout: SlotLayout = LAYOUT) -> list[Buffer]:
     event = STREAMS.event
     return [
         Buffer(slot=slot, found_P=torch.zeros(1, dtype=torch.int64), copied=event(), checked=event(), used=event())
-        for slot in make_slots(count)
+        for slot in make_slots(count, layout)
     ]
 
 
@@ -121,17 +121,18 @@ class StagedHost:
         *,
         num_slots: int,
         produce: Callable[[Assignment, DeviceSlot], None] = write_states,
+        layout: SlotLayout = LAYOUT,
     ) -> None:
-        self.memory = SharedMemory.create(LAYOUT.nbytes * num_slots)
-        self.pool = SlotPool.shared(LAYOUT, num_slots, self.memory)
-        self.broker = Broker(order=order, slot_bytes=LAYOUT.nbytes)
+        self.memory = SharedMemory.create(layout.nbytes * num_slots)
+        self.pool = SlotPool.shared(layout, num_slots, self.memory)
+        self.broker = Broker(order=order, slot_bytes=layout.nbytes)
         self.broker.start()
         ours, theirs = connection_pair()
         self.broker.attach_consumer("drafter-0", 0, ours)
-        *buffers, guest = make_buffers(3)
+        *buffers, guest = make_buffers(3, layout)
         self.source = StagedSource(
             connection=theirs,
-            host=make_host(SlotPool.shared(LAYOUT, num_slots, self.memory)),
+            host=make_host(SlotPool.shared(layout, num_slots, self.memory)),
             buffers=buffers,
             guest=guest,
             uses=uses,
@@ -142,8 +143,8 @@ class StagedHost:
         self.broker.attach_producer("target-0", ours)
         self.sink = StagedSink(
             sink=SharedSink(connection=theirs, pools=[], fingerprint="target"),
-            hosts=[make_host(SlotPool.shared(LAYOUT, num_slots, self.memory))],
-            slots=make_slots(2),
+            hosts=[make_host(SlotPool.shared(layout, num_slots, self.memory))],
+            slots=make_slots(2, layout),
             streams=STREAMS,
             operations=OPERATIONS,
         )
@@ -156,8 +157,8 @@ class StagedHost:
         try:
             while (assignment := self.sink.acquire()) is not None:
                 self.written.append(assignment)
-                last = self.sink.last_hidden(assignment)
-                produce(assignment, DeviceSlot(self.sink.hidden(assignment), last, torch.zeros(1)))
+                last, scale = self.sink.last_hidden(assignment), self.sink.scale(assignment)
+                produce(assignment, DeviceSlot(self.sink.hidden(assignment), last, torch.zeros(1), scale))
                 self.sink.publish(assignment)
         except TransportClosed:  # the test is over
             pass

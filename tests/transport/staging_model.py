@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from slipstream.device.completer import Completer
+from slipstream.device.float8 import dequantise, quantise_rows
 from slipstream.device.stream_model import ModelStreams, StreamModel
 from slipstream.device.streams import Event
 from slipstream.records import HiddenPack
@@ -27,6 +28,7 @@ from slipstream.transport.shelf import Shelf
 from slipstream.transport.slots import SlotLayout, SlotPool
 
 LAYOUT = SlotLayout(pack_tokens=8, num_taps=2, hidden_size=8, dtype="bfloat16")
+SCALED = SlotLayout(pack_tokens=8, num_taps=2, hidden_size=8, dtype="float8_e4m3")
 
 
 def name_of(tensor: torch.Tensor) -> str:
@@ -133,15 +135,15 @@ def host_slots(pool: SlotPool, streams: ModelStreams) -> HostSlots:
     )
 
 
-def make_slots(operations: ModelOperations, count: int) -> list[DeviceSlot]:
-    return device_slots(LAYOUT, count, operations=operations, device=torch.device("cpu"))
+def make_slots(operations: ModelOperations, count: int, layout: SlotLayout = LAYOUT) -> list[DeviceSlot]:
+    return device_slots(layout, count, operations=operations, device=torch.device("cpu"))
 
 
-def make_buffers(operations: ModelOperations, count: int) -> list[Buffer]:
+def make_buffers(operations: ModelOperations, count: int, layout: SlotLayout = LAYOUT) -> list[Buffer]:
     event = operations.streams.event
     return [
         Buffer(slot=slot, found_P=torch.zeros(1, dtype=torch.int64), copied=event(), checked=event(), used=event())
-        for slot in make_slots(operations, count)
+        for slot in make_slots(operations, count, layout)
     ]
 
 
@@ -158,8 +160,25 @@ def forward(streams: ModelStreams, assignment: Assignment, slot: DeviceSlot) -> 
     slot.hidden_TKD.copy_(states_of(assignment.pack_id))
 
 
+def forward_scaled(streams: ModelStreams, assignment: Assignment, slot: DeviceSlot) -> None:
+    """The same into eight bits: each layer's values and scales are written together, in its hook."""
+    assert slot.scale_TK is not None
+    states = states_of(assignment.pack_id)
+    for tap in range(SCALED.num_taps):
+        streams.work(writes=[activations(streams)])
+        streams.work(reads=[activations(streams)], writes=[name_of(slot.hidden_TKD), name_of(slot.scale_TK)])
+        bad = torch.zeros(SCALED.pack_tokens, dtype=torch.bool)
+        quantise_rows(states[:, tap], values_RD=slot.hidden_TKD[:, tap], scale_R=slot.scale_TK[:, tap], bad_R=bad)
+
+
 def train(streams: ModelStreams, pack: HiddenPack) -> None:
     """A drafter's forward and backward, both of which read the pack. What it reads must be the pack."""
+    if pack.scale_TK is not None:
+        wide = torch.empty(pack.hidden_TKD.shape)
+        streams.work(reads=[name_of(pack.hidden_TKD), name_of(pack.scale_TK)], writes=["widened pack"])
+        dequantise(pack.hidden_TKD, scale_TK=pack.scale_TK, out_TKD=wide)
+        assert torch.allclose(wide, states_of(pack.pack_id).float(), rtol=1 / 16, atol=0.01)
+        return
     assert torch.equal(pack.hidden_TKD, states_of(pack.pack_id))
     for _ in range(2):
         streams.work(reads=[name_of(pack.hidden_TKD)])
@@ -176,7 +195,7 @@ class Targets:
         self.departures = world.departures_class(
             streams=self.streams,
             operations=self.operations,
-            slots=make_slots(self.operations, num_slots),
+            slots=make_slots(self.operations, num_slots, world.layout),
             hosts={0: host_slots(world.pool, self.streams)},
             completer=self.completer,
             publish=self.publish,
@@ -206,6 +225,7 @@ class World:
     departures_class: type[Departures] = Departures
     arrivals_class: type[Arrivals] = Arrivals
     may_be_damaged = True
+    layout = LAYOUT
     forward = staticmethod(forward)
 
     def __init__(
@@ -220,8 +240,8 @@ class World:
     ) -> None:
         self.chance, self.damage = chance, damage
         self.model = StreamModel()
-        self.pool = SlotPool.private(LAYOUT, 1 + max(pack.slot for pack in order))
-        self.ledger = Ledger(order, slot_bytes=LAYOUT.nbytes)
+        self.pool = SlotPool.private(self.layout, 1 + max(pack.slot for pack in order))
+        self.ledger = Ledger(order, slot_bytes=self.layout.nbytes)
         self.broker = self.model.timeline("broker")
         self.to_broker: deque[tuple[dict[str, int], Callable[[], None]]] = deque()
         self.to_drafter: deque[tuple[dict[str, int], Ready]] = deque()
@@ -233,7 +253,7 @@ class World:
         self.arrivals = self.arrivals_class(
             streams=self.drafter,
             operations=operations,
-            buffers=make_buffers(operations, num_buffers),
+            buffers=make_buffers(operations, num_buffers, self.layout),
             guest=None,
             host=host_slots(self.pool, self.drafter),
             uses=uses,
@@ -288,7 +308,9 @@ class World:
     def published(self, name: str, ready: Ready) -> None:
         assert self.ledger.published(name, ready.assignment)
         if self.chance.random() < self.damage:
-            self.pool.hidden(ready.assignment.slot).view(torch.int16)[3, 1, 5] ^= 16
+            scale = self.pool.scale(ready.assignment.slot)
+            damaged = self.pool.hidden(ready.assignment.slot) if scale is None else scale[:, :, None]
+            damaged.view(torch.int16)[3, 1, 0] ^= 16
         self.to_drafter.append((dict(self.broker.clock), ready))
 
     # The drafter's link to the broker.

@@ -12,11 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from staging_model import (
     LAYOUT,
+    SCALED,
     ModelOperations,
     Steps,
     World,
     activations,
     forward,
+    forward_scaled,
     host_slots,
     make_buffers,
     make_slots,
@@ -61,6 +63,22 @@ def split(world_class: type[World], seed: int) -> World:
 @given(seed=SEEDS)
 def test_split_is_ordered_in_every_interleaving(seed: int) -> None:
     world = split(World, seed)
+    assert world.model.num_checked > 100
+    stats = world.shelf.stats()
+    assert stats.seals_rejected == 0 or world.damage > 0
+
+
+class InEightBits(World):
+    """Slots of values and scales, which travel, are sealed and read together; damage is done to a scale."""
+
+    layout = SCALED
+    forward = staticmethod(forward_scaled)
+
+
+@settings(max_examples=500, deadline=None)
+@given(seed=SEEDS)
+def test_scales_are_ordered_with_their_values(seed: int) -> None:
+    world = split(InEightBits, seed)
     assert world.model.num_checked > 100
     stats = world.shelf.stats()
     assert stats.seals_rejected == 0 or world.damage > 0

@@ -24,6 +24,26 @@ def test_layout_aligns_what_is_odd() -> None:
     assert (ODD.hidden_bytes, ODD.last_hidden_offset, ODD.last_hidden_bytes, ODD.nbytes) == (240, 256, 80, 384)
 
 
+def test_eight_bit_slots_have_scales_beside_them() -> None:
+    layout = SlotLayout(pack_tokens=130, num_taps=5, hidden_size=6, dtype="float8_e4m3", last_hidden=True)
+    assert (layout.hidden_bytes, layout.scale_bytes, layout.last_hidden_bytes) == (3900, 2600, 1560)
+    assert (layout.scale_offset, layout.last_hidden_offset, layout.nbytes) == (3968, 3968 + 2688, 3968 + 2688 + 1664)
+    pool = SlotPool.private(layout, 2)
+    hidden, scale, last = pool.hidden(1), pool.scale(1), pool.last_hidden(1)
+    assert scale is not None
+    assert last is not None
+    assert (hidden.dtype, scale.dtype, last.dtype) == (torch.float8_e4m3fn, torch.float32, torch.bfloat16)
+    assert (hidden.shape, scale.shape, last.shape) == ((130, 5, 6), (130, 5), (130, 6))
+    seals = {pool.seal(1, 0, 0)}
+    for tensor in (hidden, scale, last):
+        tensor.view(torch.uint8)[129, -1] ^= 1
+        seals.add(pool.seal(1, 0, 0))
+    assert len(seals) == 4, "every part is sealed"
+    plain = SlotLayout(pack_tokens=8192, num_taps=5, hidden_size=5120, dtype="bfloat16")
+    halved = SlotLayout(pack_tokens=8192, num_taps=5, hidden_size=5120, dtype="float8_e4m3")
+    assert 0.5 < halved.nbytes / plain.nbytes < 0.501
+
+
 def test_layout_refuses_what_cannot_be_sealed() -> None:
     with pytest.raises(AssertionError, match="32-bit"):
         SlotLayout(pack_tokens=1, num_taps=1, hidden_size=3, dtype="bfloat16")

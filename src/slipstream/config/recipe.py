@@ -24,14 +24,20 @@ class TargetSection(Section):
     """Local folder (config.json, tokenizer.json, *.safetensors) or hub id already in the local Hugging Face cache."""
     weights: Literal["saved", "random"] = "saved"
     """"random" makes weights up and needs no weight file: for rehearsing a placement; the drafter is worthless."""
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Compute and storage type of the target; float32 is for equality claims and tests."""
+    dtype: Literal["bfloat16", "float8", "float32"] = "bfloat16"
+    """Compute and storage type of the target; "float8" rounds its large matrices and what they multiply (a GPU of compute
+    capability 8.9 or more), its hidden states are bfloat16; float32 is for equality claims and tests."""
     tap_layers: Literal["spread"] | tuple[int, ...] = "spread"
     """Layers whose outputs are captured, 0-based, ascending, never the last; "spread" takes `num_taps` evenly, as DFlash."""
     num_taps: int = Field(default=5, ge=1)
     """How many layers "spread" takes."""
     packing: Literal["auto", "packed", "padded", "alone"] = "auto"
     """How documents share a forward pass; "auto" packs them in one row where they provably do not see each other, else pads."""
+
+    @property
+    def hidden_dtype(self) -> Literal["bfloat16", "float32"]:
+        """Type of the hidden states that the target gives, and of its own answers to validation prompts."""
+        return "float32" if self.dtype == "float32" else "bfloat16"
 
 
 class CorpusSection(Section):
@@ -58,8 +64,11 @@ class PlanSection(Section):
     """Cut the run to at most so many packs' worth of optimizer steps; none trains all epochs."""
     replays: int = Field(default=1, ge=1, le=16)
     """Times a pack's hidden states are trained on, with fresh anchors each time; the target runs once."""
-    replay_distance: int = Field(default=50, ge=10)
-    """Steps between two uses of a pack; more keeps more packs in memory."""
+    replay_distance: int = Field(default=50, ge=1)
+    """Steps between two uses of a pack; more keeps more packs in memory. Rounded up to a distance at which uses do not collide
+    (1 modulo `replays`, twice that for even ones); refused where acceptance length is known to suffer (`plan/replays.py`)."""
+    allow_lossy_replays: bool = False
+    """Accept a `replay_distance` that the plan would refuse, for measuring what it costs: `slipstream bench replays`."""
     window: int = Field(default=128, ge=1)
     """Documents that the packer looks at to fill a pack; larger fills better, smaller keeps more of the random order."""
     ahead_packs: int = Field(default=2, ge=1)
@@ -196,6 +205,9 @@ class PlacementSection(Section):
     """CPU threads of a target process; none shares the cores out evenly."""
     drafter_threads: int | None = Field(default=None, ge=1)
     """CPU threads of a drafter process; none shares the cores out evenly."""
+    slot_dtype: Literal["target", "float8_e4m3"] = "target"
+    """Type of hidden states in slots: "target" rounds nothing; "float8_e4m3", with a scale for each token and tap, halves
+    slots and copies, and is noise that a server does not have: its cost in acceptance length is not measured yet."""
     host_memory_gb: float = Field(default=16.0, gt=0)
     """Host memory for slots, in GiB; a schedule that needs more is refused."""
     max_restarts: int = Field(default=3, ge=0)
@@ -233,6 +245,11 @@ class Recipe(Section):
     placement: PlacementSection = PlacementSection()
     observe: ObserveSection = ObserveSection()
 
+    @property
+    def slot_dtype(self) -> Literal["bfloat16", "float32", "float8_e4m3"]:
+        """Type of the hidden states that slots hold."""
+        return self.target.hidden_dtype if self.placement.slot_dtype == "target" else self.placement.slot_dtype
+
     @field_validator("plan")
     @classmethod
     def _pack_shape(cls, plan: PlanSection) -> PlanSection:
@@ -251,6 +268,13 @@ class Recipe(Section):
                 self.plan.pack_anchors,
                 f"pack_anchors x drafter.block_size ({self.drafter.block_size}) must be a multiple of 128, not {queries}",
                 "with this block size: a multiple of " + str(_anchor_step(self.drafter.block_size)),
+            )
+        if self.target.dtype == "float32" and self.placement.slot_dtype == "float8_e4m3":
+            raise _refused(
+                "placement.slot_dtype",
+                self.placement.slot_dtype,
+                'rounds hidden states to eight bits, target.dtype = "float32" is for runs in which nothing may be rounded',
+                'use "target", or target.dtype = "bfloat16"',
             )
         if self.plan.packs_per_step % self.placement.drafter_ranks:
             ranks, count = self.placement.drafter_ranks, self.plan.packs_per_step

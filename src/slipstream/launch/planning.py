@@ -167,7 +167,10 @@ def answer_document(*, index: int, answer: Answer) -> Document:
 
 
 def slot_layout(*, recipe: Recipe, shape: DrafterShape, info: TargetInfo) -> SlotLayout:
-    """The slot that one pack's hidden states need: the target's dtype, so that nothing is rounded on the way."""
+    """The slot that one pack's hidden states need: the target's dtype, so that nothing is rounded on the way, or e4m3."""
     return SlotLayout(
-        pack_tokens=recipe.plan.pack_tokens, num_taps=shape.num_taps, hidden_size=info.hidden_size, dtype=recipe.target.dtype
+        pack_tokens=recipe.plan.pack_tokens,
+        num_taps=shape.num_taps,
+        hidden_size=info.hidden_size,
+        dtype=recipe.slot_dtype,
     )

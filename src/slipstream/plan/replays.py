@@ -12,6 +12,8 @@ takes the open steps j, j + n, j + 2n, ... in order, which lie about D' / 2 apar
 With several columns, column c is turned by c mod R steps within each group of R steps. Every step then has its fair
 share of first uses, so that the loss does not alternate between fresh packs and replays. It shortens some distances by R,
 which D' makes up for.
+
+How near uses may lie is a matter of what is learned, not of the pattern: `MEASURED` says what nearness costs.
 """
 
 from __future__ import annotations
@@ -20,7 +22,62 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from slipstream.config.recipe import PlanSection
+from slipstream.errors import PlanError
 from slipstream.records import BoolArray, Int64Array
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredDistance:
+    """What a `replay_distance` costs: acceptance length without replays less that with them, at equal steps and anchors.
+
+    `loss` is the mean over paired seeds, `low` and `high` its 95 % interval.
+    """
+
+    distance: int
+    loss: float
+    low: float
+    high: float
+
+
+MEASURED: tuple[MeasuredDistance, ...] = ()
+"""By ascending distance, from `slipstream bench replays`; LAB_LOG.md has the run. None has been measured yet."""
+
+LARGEST_LOSS = 0.05
+"""A distance that costs more acceptance length than this by the table is refused."""
+
+UNMEASURED_DISTANCE = 10
+"""The nearest that is accepted while nothing is measured: Adam's first moment (beta1 = 0.9) spans about ten steps, within
+which two uses of a pack act like one larger, correlated batch."""
+
+
+def safe_distance() -> int:
+    """The nearest distance from which on none measured costs more than `LARGEST_LOSS`."""
+    safe = UNMEASURED_DISTANCE if not MEASURED else MEASURED[-1].distance + 1
+    for row in reversed(MEASURED):
+        if row.loss > LARGEST_LOSS:
+            break
+        safe = row.distance
+    return safe
+
+
+def check_distance(plan: PlanSection) -> None:
+    """Refuse a distance that costs acceptance length, unless the recipe allows it. Raises `PlanError`."""
+    safe = safe_distance()
+    if plan.replays == 1 or plan.allow_lossy_replays or plan.replay_distance >= safe:
+        return
+    costly = [row for row in MEASURED if row.loss > LARGEST_LOSS]
+    told = (
+        f"{costly[-1].distance} steps cost {costly[-1].loss:.3f} of acceptance length, {LARGEST_LOSS} is the most accepted"
+        if costly
+        else f"none below {safe} steps has been measured to do no harm"
+    )
+    raise PlanError(
+        key="plan.replay_distance",
+        value=plan.replay_distance,
+        rule=f"two uses of a pack are too near: {told}",
+        hint=f"plan.replay_distance = {safe}, or plan.allow_lossy_replays = true",
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,7 +112,7 @@ def smallest_allowed(*, replays: int, replay_distance: int) -> int:
 
     Every run of at least 2 (R - 1) D' steps meets it; a shorter one may not, and is refused.
     """
-    return replay_distance // 2 - 1 if replays > 1 else 1
+    return max(1, replay_distance // 2 - 1) if replays > 1 else 1
 
 
 def column_pattern(*, packs: int, replays: int, distance: int, turn: int, allowed: int) -> ColumnPattern | None:

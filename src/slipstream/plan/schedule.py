@@ -185,6 +185,10 @@ def array_checksum(array: npt.NDArray[np.generic]) -> str:
 
 
 def schedule_digest(*, plan: PlanSection, block_size: int, fingerprint: str, checksums: dict[str, str]) -> str:
-    """SHA-256 that identifies a schedule. `checksums` are those of all its arrays by name."""
-    content = {"plan": plan.model_dump(mode="json"), "block_size": block_size, "corpus": fingerprint, "arrays": checksums}
+    """SHA-256 that identifies a schedule. `checksums` are those of all its arrays by name.
+
+    What `plan` only permits is not in it: it changes nothing that is scheduled.
+    """
+    keys = plan.model_dump(mode="json", exclude={"allow_lossy_replays"})
+    content = {"plan": keys, "block_size": block_size, "corpus": fingerprint, "arrays": checksums}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

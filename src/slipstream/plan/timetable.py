@@ -9,11 +9,16 @@ import numpy.typing as npt
 
 from slipstream.config.recipe import PlanSection
 from slipstream.errors import PlanError
-from slipstream.plan.replays import ColumnPattern, column_pattern, smallest_allowed, steady_distance
+from slipstream.plan.replays import (
+    ColumnPattern,
+    check_distance,
+    column_pattern,
+    safe_distance,
+    smallest_allowed,
+    steady_distance,
+)
 from slipstream.plan.slots import colour_slots
 from slipstream.records import Int32Array, Int64Array
-
-_SHORTEST_DISTANCE = 10
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,8 +43,9 @@ class Timetable:
 def time_packs(*, plan: PlanSection, packs_per_column: int) -> Timetable:
     """Plan the uses of `packs_per_column` packs in each column.
 
-    Raises `PlanError` when the run is too short for its replays, and says what would work.
+    Raises `PlanError` when the run is too short for its replays, and says what would work, or when they lie too near.
     """
+    check_distance(plan)
     columns, replays = plan.packs_per_step, plan.replays
     patterns = _patterns(plan=plan, packs=packs_per_column)
     turns = np.arange(columns) % len(patterns)
@@ -109,7 +115,8 @@ def _what_works(*, plan: PlanSection, packs: int) -> str:
     def fits(replays: int, replay_distance: int) -> bool:
         return _try_patterns(packs=packs, replays=replays, replay_distance=replay_distance, columns=columns) is not None
 
-    shorter = next((value for value in range(distance - 1, _SHORTEST_DISTANCE - 1, -1) if fits(plan.replays, value)), None)
+    nearest = 1 if plan.allow_lossy_replays else safe_distance()
+    shorter = next((value for value in range(distance - 1, nearest - 1, -1) if fits(plan.replays, value)), None)
     fewer = next(value for value in range(plan.replays - 1, 0, -1) if fits(value, distance))
     choices = [f"plan.replays = {fewer}"]
     if shorter is not None:

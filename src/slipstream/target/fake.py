@@ -9,6 +9,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from slipstream.device.float8 import quantise_rows
 from slipstream.records import Pack
 from slipstream.target.dtypes import DTYPES
 from slipstream.target.ends import FrozenEnds
@@ -40,8 +41,13 @@ class FakeTarget:
         self._table_VKD = torch.randn(vocab_size, num_taps, hidden_size, generator=generator)
         self._ends_VD = torch.randn(vocab_size, hidden_size, generator=generator) * hidden_size**-0.5
 
-    def capture(self, pack: Pack, *, hidden_TKD: Tensor, last_hidden_TD: Tensor | None = None) -> int:
-        """Write states into the slot `[T, K, D]`, padding 0, and the last tap into `last_hidden_TD`; returns the real rows."""
+    def capture(
+        self, pack: Pack, *, hidden_TKD: Tensor, last_hidden_TD: Tensor | None = None, scale_TK: Tensor | None = None
+    ) -> int:
+        """Write states into the slot `[T, K, D]`, padding 0, and the last tap into `last_hidden_TD`; returns the real rows.
+
+        A slot of e4m3 values takes their scales in `scale_TK` `[T, K]`.
+        """
         if self._delay_seconds is not None:
             time.sleep(self._delay_seconds(pack.pack_id))
         num_tokens = pack.num_tokens
@@ -53,10 +59,16 @@ class FakeTarget:
             states_TKD[back:] += seen_T[:, None, None] * embedded_TKD[: num_tokens - back] * DECAY**back
         finite_TKD = torch.isfinite(states_TKD)
         self.bad_rows += (~finite_TKD.all(dim=2).all(dim=1)).sum()
-        hidden_TKD[num_tokens:].zero_()
-        hidden_TKD[:num_tokens] = torch.where(finite_TKD, states_TKD, torch.zeros_like(states_TKD))
+        kept_TKD = torch.zeros(hidden_TKD.shape)
+        kept_TKD[:num_tokens] = torch.where(finite_TKD, states_TKD, torch.zeros_like(states_TKD))
+        if scale_TK is None:
+            hidden_TKD.copy_(kept_TKD)
+        else:
+            unflagged_T = torch.zeros(len(kept_TKD), dtype=torch.bool)
+            for tap in range(self.num_taps):
+                quantise_rows(kept_TKD[:, tap], values_RD=hidden_TKD[:, tap], scale_R=scale_TK[:, tap], bad_R=unflagged_T)
         if last_hidden_TD is not None:
-            last_hidden_TD.copy_(hidden_TKD[:, -1])
+            last_hidden_TD.copy_(kept_TKD[:, -1])
         return num_tokens
 
     def ends(self, *, dtype: str = "float32") -> FrozenEnds:

@@ -42,12 +42,18 @@ class CheckpointIdentity:
 
     @classmethod
     def of(cls, *, recipe: Recipe, shape: DrafterShape, plan_digest: str, target_fingerprint: str) -> CheckpointIdentity:
-        """The identity of a run. Paths, placement, validation and sinks may change between its parts; the rest may not."""
+        """The identity of a run. Paths, placement, validation and sinks may change between its parts; the rest may not.
+
+        Of placement, the type of the slots counts: rounded states make other weights.
+        """
         dumped = recipe.model_dump(mode="json")
         dumped["target"].pop("model")
         dumped["drafter"].pop("warm_start")
+        dumped["plan"].pop("allow_lossy_replays")  # a permission: the distance itself is among the keys
         sections = ("target", "plan", "drafter", "objective", "optimizer")
         keys = {f"{section}.{key}": value for section in sections for key, value in dumped[section].items()}
+        if recipe.slot_dtype != recipe.target.hidden_dtype:
+            keys["placement.slot_dtype"] = recipe.slot_dtype
         return cls(
             plan_digest=plan_digest,
             target_fingerprint=target_fingerprint,

@@ -233,4 +233,4 @@ class Arrivals:
 def _record(trip: _Trip) -> HiddenPack:
     assert trip.ready is not None
     slot = trip.buffer.slot
-    return hidden_pack(trip.ready, hidden_TKD=slot.hidden_TKD, last_hidden_TD=slot.last_hidden_TD)
+    return hidden_pack(trip.ready, hidden_TKD=slot.hidden_TKD, scale_TK=slot.scale_TK, last_hidden_TD=slot.last_hidden_TD)

@@ -260,7 +260,7 @@ class DeviceInline:
         ready = self._link.ready(pack_id)
         assert ready is not None
         slot = self._berths[ready.assignment.slot].slot
-        return hidden_pack(ready, hidden_TKD=slot.hidden_TKD, last_hidden_TD=slot.last_hidden_TD)
+        return hidden_pack(ready, hidden_TKD=slot.hidden_TKD, scale_TK=slot.scale_TK, last_hidden_TD=slot.last_hidden_TD)
 
     def _fail(self, error: Exception) -> None:
         with self._changed:

@@ -45,6 +45,10 @@ class HiddenSink(Protocol):
         """The slot to write, `[T, K, D]`."""
         ...
 
+    def scale(self, assignment: Assignment) -> torch.Tensor | None:
+        """The slot's scales to write, `[T, K]`; None where the layout has none."""
+        ...
+
     def last_hidden(self, assignment: Assignment) -> torch.Tensor | None:
         """The slot's last hidden states to write, `[T, D]`; None where the layout has none."""
         ...

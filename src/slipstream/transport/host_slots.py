@@ -10,7 +10,7 @@ import torch
 
 from slipstream.device.pinned import PinnedSlots
 from slipstream.device.streams import Event, Streams
-from slipstream.transport.operations import DeviceSlot, Operations
+from slipstream.transport.operations import DeviceSlot, Operations, tensors_of
 from slipstream.transport.slots import SlotPool
 
 
@@ -42,19 +42,19 @@ class HostSlots:
     def copy_out(self, slot: int, *, source: DeviceSlot, operations: Operations) -> None:
         """Enqueue the copy of a device slot and of its checksum into host slot `slot`."""
         self.locked.ensure(slot)
-        operations.copy(target=self.pool.hidden(slot), source=source.hidden_TKD)
-        last_hidden = self.pool.last_hidden(slot)
-        if last_hidden is not None and source.last_hidden_TD is not None:
-            operations.copy(target=last_hidden, source=source.last_hidden_TD)
+        for ours, theirs in zip(self._tensors(slot), tensors_of(source), strict=True):
+            operations.copy(target=ours, source=theirs)
         operations.copy(target=self.parts_MP[slot], source=source.parts_P)
 
     def copy_in(self, slot: int, *, target: DeviceSlot, operations: Operations) -> None:
         """Enqueue the copy of host slot `slot` into a device slot; its checksum is left to be taken anew."""
         self.locked.ensure(slot)
-        operations.copy(target=target.hidden_TKD, source=self.pool.hidden(slot))
-        last_hidden = self.pool.last_hidden(slot)
-        if last_hidden is not None and target.last_hidden_TD is not None:
-            operations.copy(target=target.last_hidden_TD, source=last_hidden)
+        for ours, theirs in zip(self._tensors(slot), tensors_of(target), strict=True):
+            operations.copy(target=theirs, source=ours)
+
+    def _tensors(self, slot: int) -> list[torch.Tensor]:
+        parts = (self.pool.hidden(slot), self.pool.scale(slot), self.pool.last_hidden(slot))
+        return [part for part in parts if part is not None]
 
     def close(self) -> None:
         """Unlock the memory and let go of the pool. Nothing may be on its way any more."""

@@ -21,12 +21,13 @@ from slipstream.transport.slots import DTYPES
 class DeviceSlot:
     """Memory on the device for one pack, persistent: `[T, K, D]`, `[T, D]` or none, and its checksum int64 `[P]`.
 
-    The parts of a checksum add up to it modulo 2^64.
+    `scale_TK` fp32 where hidden states are e4m3. The parts of a checksum add up to it modulo 2^64.
     """
 
     hidden_TKD: torch.Tensor
     last_hidden_TD: torch.Tensor | None
     parts_P: torch.Tensor
+    scale_TK: torch.Tensor | None = None
 
 
 class Operations(Protocol):
@@ -75,8 +76,8 @@ class CudaOperations:
 
 
 def tensors_of(slot: DeviceSlot) -> list[torch.Tensor]:
-    """The slot's one or two tensors, in the order in which they are sealed."""
-    return [slot.hidden_TKD] if slot.last_hidden_TD is None else [slot.hidden_TKD, slot.last_hidden_TD]
+    """The slot's one to three tensors, in the order in which they are sealed."""
+    return [part for part in (slot.hidden_TKD, slot.scale_TK, slot.last_hidden_TD) if part is not None]
 
 
 def sum_of_parts(parts_P: torch.Tensor) -> int:
@@ -99,16 +100,15 @@ def device_slots(layout: SlotLayout, num_slots: int, *, operations: Operations, 
     Each is a tensor of its own, with its own version counter, made outside inference mode: it can be saved for backward
     while others are written. Their checksums are taken once, which compiles the kernel before anything waits for it.
     """
+    tokens, taps, width = layout.pack_tokens, layout.num_taps, layout.hidden_size
+    last_dtype = DTYPES[layout.last_hidden_dtype]
     with torch.inference_mode(False):
         slots = [
             DeviceSlot(
-                hidden_TKD=torch.zeros(
-                    layout.pack_tokens, layout.num_taps, layout.hidden_size, dtype=DTYPES[layout.dtype], device=device
-                ),
-                last_hidden_TD=torch.zeros(layout.pack_tokens, layout.hidden_size, dtype=DTYPES[layout.dtype], device=device)
-                if layout.last_hidden
-                else None,
+                hidden_TKD=torch.zeros(tokens, taps, width, dtype=DTYPES[layout.dtype], device=device),
+                last_hidden_TD=torch.zeros(tokens, width, dtype=last_dtype, device=device) if layout.last_hidden else None,
                 parts_P=torch.zeros(operations.num_parts, dtype=torch.int64, device=device),
+                scale_TK=torch.zeros(tokens, taps, device=device) if layout.is_scaled else None,
             )
             for _ in range(num_slots)
         ]

@@ -74,6 +74,10 @@ class SharedSink:
         """The slot to write, `[T, K, D]`."""
         return self._pools[assignment.rank].hidden(assignment.slot)
 
+    def scale(self, assignment: Assignment) -> torch.Tensor | None:
+        """The slot's scales to write, `[T, K]`; None where the layout has none."""
+        return self._pools[assignment.rank].scale(assignment.slot)
+
     def last_hidden(self, assignment: Assignment) -> torch.Tensor | None:
         """The slot's last hidden states to write, `[T, D]`; None where the layout has none."""
         return self._pools[assignment.rank].last_hidden(assignment.slot)

@@ -102,7 +102,12 @@ class CheckedShelf(Shelf):
             return self.refuse(pack_id)
         self.accept(pack_id)
         slot = held.ready.assignment.slot
-        return hidden_pack(held.ready, hidden_TKD=self._pool.hidden(slot), last_hidden_TD=self._pool.last_hidden(slot))
+        return hidden_pack(
+            held.ready,
+            hidden_TKD=self._pool.hidden(slot),
+            scale_TK=self._pool.scale(slot),
+            last_hidden_TD=self._pool.last_hidden(slot),
+        )
 
     def _is_whole(self, held: _Held) -> bool:
         if held.checked and self._verify is Verify.FIRST_TAKE:
@@ -115,7 +120,9 @@ class CheckedShelf(Shelf):
         return held.checked
 
 
-def hidden_pack(ready: Ready, *, hidden_TKD: torch.Tensor, last_hidden_TD: torch.Tensor | None) -> HiddenPack:
+def hidden_pack(
+    ready: Ready, *, hidden_TKD: torch.Tensor, scale_TK: torch.Tensor | None, last_hidden_TD: torch.Tensor | None
+) -> HiddenPack:
     """The record of a pack that was checked, over the tensors that hold it."""
     return HiddenPack(
         pack_id=ready.assignment.pack_id,
@@ -125,4 +132,5 @@ def hidden_pack(ready: Ready, *, hidden_TKD: torch.Tensor, last_hidden_TD: torch
         last_hidden_TD=last_hidden_TD,
         seal=ready.seal,
         target_fingerprint=ready.fingerprint,
+        scale_TK=scale_TK,
     )

@@ -66,6 +66,10 @@ class StagedSink:
         """The device slot to write, `[T, K, D]`."""
         return self._departures.writing(assignment).hidden_TKD
 
+    def scale(self, assignment: Assignment) -> torch.Tensor | None:
+        """The device slot's scales to write, `[T, K]`; None where the layout has none."""
+        return self._departures.writing(assignment).scale_TK
+
     def last_hidden(self, assignment: Assignment) -> torch.Tensor | None:
         """The device slot's last hidden states to write, `[T, D]`; None where the layout has none."""
         return self._departures.writing(assignment).last_hidden_TD

@@ -73,7 +73,7 @@ def _answer(opened: Opening, *, job: Job, control: Control, prompts: list[list[i
 
     section = opened.recipe.validation
     generated = greedy_answers(
-        model=load_full(info=opened.info, dtype=opened.recipe.target.dtype, device=job["device"]),
+        model=load_full(info=opened.info, dtype=opened.recipe.target.hidden_dtype, device=job["device"]),
         prompts=prompts,
         max_new_tokens=section.max_new_tokens,
         stop_token_ids=stops,

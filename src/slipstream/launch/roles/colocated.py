@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 
+from slipstream.config import DrafterShape, Recipe, TargetInfo
 from slipstream.launch.child import Control
 from slipstream.launch.planning import RunPlan, slot_layout
 from slipstream.launch.roles import Job
-from slipstream.launch.roles.opening import Opening, open_job
+from slipstream.launch.roles.opening import open_job
 from slipstream.launch.training import train_drafter
 from slipstream.observe import Account
 from slipstream.target.huggingface import HuggingFaceTarget, load_target
@@ -17,6 +18,7 @@ from slipstream.transport.ends import HiddenSource
 from slipstream.transport.inline import InlineTransport
 from slipstream.transport.ledger import Assignment
 from slipstream.transport.slots import SlotPool
+from slipstream.transport.widened import widened
 
 
 def play_colocated(job: Job, control: Control, account: Account) -> dict[str, Any]:
@@ -32,45 +34,72 @@ def play_colocated(job: Job, control: Control, account: Account) -> dict[str, An
         packing=recipe.target.packing,
         pack_tokens=recipe.plan.pack_tokens,
     )
-    source = _open_source(job=job, opened=opened, plan=plan, target=target, account=account)
+    source = open_source(
+        recipe=recipe, info=info, shape=shape, plan=plan, target=target, rank=job["rank"], device=job["device"],
+        account=account,
+    )  # fmt: skip
     result = train_drafter(
         job=job, control=control, account=account, recipe=recipe, info=info, shape=shape, plan=plan, source=source
     )
     return {**result, "bad_rows": int(target.bad_rows)}
 
 
-def _open_source(
-    *, job: Job, opened: Opening, plan: RunPlan, target: HuggingFaceTarget, account: Account
+def open_source(
+    *,
+    recipe: Recipe,
+    info: TargetInfo,
+    shape: DrafterShape,
+    plan: RunPlan,
+    target: HuggingFaceTarget,
+    rank: int,
+    device: str,
+    account: Account | None = None,
 ) -> HiddenSource:
     """Slots in this process's memory on a CPU; on CUDA on the device, or in host memory if they are too many."""
-    recipe, info, shape = opened.recipe, opened.info, opened.shape
-    rank: int = job["rank"]
     layout = slot_layout(recipe=recipe, shape=shape, info=info)
-    if job["device"] == "cpu":
-        pool = SlotPool.private(layout=layout, num_slots=job["pool_slots"][rank])
-        return InlineTransport(
+    account = account or Account("target")
+    if device == "cpu":
+        pool = SlotPool.private(layout=layout, num_slots=plan.num_slots(rank))
+        inline = InlineTransport(
             order=[order for order in plan.orders() if order.rank == rank],
             pool=pool,
-            produce=lambda assignment: _capture(target, plan, assignment, pool.hidden(assignment.slot), account),
+            produce=lambda assignment: _capture(
+                target,
+                plan,
+                assignment,
+                hidden_TKD=pool.hidden(assignment.slot),
+                scale_TK=pool.scale(assignment.slot),
+                account=account,
+            ),
             fingerprint=target.fingerprint,
         )
+        return widened(inline, layout=layout, dtype=recipe.target.hidden_dtype, device=device)
     from slipstream.launch.on_gpu import gpu_inline  # here, not above: a CPU has no use for it
 
-    return gpu_inline(
+    on_gpu = gpu_inline(
         recipe=recipe,
         info=info,
         shape=shape,
         plan=plan,
         rank=rank,
         layout=layout,
-        produce=lambda assignment, slot: _capture(target, plan, assignment, slot.hidden_TKD, account),
+        produce=lambda assignment, slot: _capture(
+            target, plan, assignment, hidden_TKD=slot.hidden_TKD, scale_TK=slot.scale_TK, account=account
+        ),
         fingerprint=target.fingerprint,
     )
+    return widened(on_gpu, layout=layout, dtype=recipe.target.hidden_dtype, device=device)
 
 
 def _capture(
-    target: HuggingFaceTarget, plan: RunPlan, assignment: Assignment, hidden_TKD: torch.Tensor, account: Account
+    target: HuggingFaceTarget,
+    plan: RunPlan,
+    assignment: Assignment,
+    *,
+    hidden_TKD: torch.Tensor,
+    scale_TK: torch.Tensor | None,
+    account: Account,
 ) -> None:
     pack = plan.pack(assignment.pack_id)
     with account.state("target", pack=pack.pack_id):
-        target.capture(pack, hidden_TKD=hidden_TKD)
+        target.capture(pack, hidden_TKD=hidden_TKD, scale_TK=scale_TK)

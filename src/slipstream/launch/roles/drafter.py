@@ -15,6 +15,7 @@ from slipstream.transport.connections import connection_from_fd
 from slipstream.transport.ends import HiddenSource
 from slipstream.transport.shared import SharedSource
 from slipstream.transport.slots import SlotPool
+from slipstream.transport.widened import widened
 
 
 def play_drafter(job: Job, control: Control, account: Account) -> dict[str, Any]:
@@ -27,6 +28,7 @@ def play_drafter(job: Job, control: Control, account: Account) -> dict[str, Any]
     memory = SharedMemory.attach(fd=job["descriptors"]["memory"], nbytes=layout.nbytes * slots)
     pool = SlotPool.shared(layout=layout, num_slots=slots, memory=memory)
     source = _open_source(job=job, pool=pool, plan=plan)
+    source = widened(source, layout=layout, dtype=recipe.target.hidden_dtype, device=job["device"])
     return train_drafter(
         job=job, control=control, account=account, recipe=recipe, info=info, shape=shape, plan=plan, source=source
     )

@@ -52,7 +52,7 @@ def play_target(job: Job, control: Control, account: Account) -> dict[str, Any]:
         if assignment is None:
             break
         with account.state("target", pack=assignment.pack_id):
-            target.capture(plan.pack(assignment.pack_id), hidden_TKD=sink.hidden(assignment))
+            target.capture(plan.pack(assignment.pack_id), hidden_TKD=sink.hidden(assignment), scale_TK=sink.scale(assignment))
         with account.state("publish", pack=assignment.pack_id):
             sink.publish(assignment)
         made += 1
