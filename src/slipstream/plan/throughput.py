@@ -50,7 +50,8 @@ class StageCosts:
         for name in ("target_seconds_per_pack", "drafter_seconds_per_use", "tokens_per_pack"):
             if name not in known:
                 raise KeyError(name)
-        return cls(**{name: value if name == "source" else float(value) for name, value in known.items()})
+        converted: dict[str, Any] = {name: value if name == "source" else float(value) for name, value in known.items()}
+        return cls(**converted)
 
 
 @dataclass(frozen=True, slots=True)

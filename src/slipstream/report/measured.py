@@ -59,9 +59,9 @@ class Worker:
 
     @property
     def busy(self) -> float:
-        """Share in which it, or its device, worked."""
-        waits = sum(share for state, share in self.shares.items() if state.startswith("wait_") and state != "wait_gpu")
-        return max(1 - waits - self.shares.get(IDLE, 0.0), self.gpu_busy or 0.0)
+        """Share in which it, or its device, did what its role is for: make packs, or train on them."""
+        own = (*TARGET, "wait_gpu") if self.role == "target" else (*TARGET, *USE, *ONCE, "wait_gpu")
+        return max(self.share(*own), self.gpu_busy or 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +118,8 @@ def measure(run: RunData, *, window: float | None = None) -> Measured | None:
         return None
     main = min(ranks, key=lambda found: found.rank)
     steps, ends = step_ends(main)
-    ramp = max(2, min(RAMP_STEPS, int(RAMP_SHARE * len(ends))))
-    steps, ends = steps[ramp:], ends[ramp:]
+    ahead = int(run.recipe.get("plan", {}).get("ahead_packs", 1))
+    steps, ends = _steady(steps, ends, tail=ahead + 1 if run.ended else 0)
     if window is not None and len(ends):
         recent = ends >= ends[-1] - window
         steps, ends = steps[recent], ends[recent]
@@ -148,8 +148,15 @@ def measure(run: RunData, *, window: float | None = None) -> Measured | None:
         work=work,
         pack_seconds=packs,
         devices=max(layout.devices, _devices(run, layout=layout)),
-        ahead_packs=int(plan.get("ahead_packs", 1)),
+        ahead_packs=ahead,
     )
+
+
+def _steady(steps: Any, ends: Floats, *, tail: int) -> tuple[Any, Floats]:
+    """Without the first steps, and without the last ones, whose packs were all made before: a tenth of the steps at most."""
+    ramp = max(2, min(RAMP_STEPS, int(RAMP_SHARE * len(ends))))
+    last = len(ends) - min(tail, len(ends) // 10)
+    return steps[ramp:last], ends[ramp:last]
 
 
 def step_ends(spans: Spans) -> tuple[np.ndarray[Any, np.dtype[np.int64]], Floats]:
