@@ -46,7 +46,9 @@ def hard_rows(width: int, *, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
     return rows.to(dtype)
 
 
-def quantised(rows: torch.Tensor, *, how: Any = float8, num_tokens: int | None = None, taps: int = 3) -> tuple[torch.Tensor, ...]:
+def quantised(
+    rows: torch.Tensor, *, how: Any = float8, num_tokens: int | None = None, taps: int = 3
+) -> tuple[torch.Tensor, ...]:
     """Values, scales and flags of rows that were written into the middle tap of a slot full of NaN, on the CPU."""
     values = torch.full((len(rows), taps, rows.shape[1]), 0x7F, dtype=torch.uint8, device=rows.device).view(float8.DTYPE)
     scale = torch.full((len(rows), taps), float("nan"), device=rows.device)

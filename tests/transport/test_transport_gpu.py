@@ -6,11 +6,13 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Literal
 
 import pytest
 import torch
 
 from slipstream.device.completer import CompleterThread
+from slipstream.device.float8 import quantise_rows
 from slipstream.device.streams import CudaStreams, Stream
 from slipstream.launch.bench.transport import TransportWork, bench_transport
 from slipstream.launch.on_gpu import Gpu
@@ -22,13 +24,15 @@ from slipstream.transport.host_slots import HostSlots, lock_slots
 from slipstream.transport.layout import SlotLayout
 from slipstream.transport.ledger import Assignment, PackOrder
 from slipstream.transport.messages import Ready
-from slipstream.transport.operations import DeviceSlot, plain_checksum
+from slipstream.transport.operations import DeviceSlot, plain_checksum, tensors_of
 from slipstream.transport.planned import PlannedUse
 from slipstream.transport.slots import SlotPool
 from slipstream.transport.staged_inline import StagedInline
+from slipstream.transport.widened import widened
 
 pytestmark = pytest.mark.gpu
 LAYOUT = SlotLayout(pack_tokens=1024, num_taps=4, hidden_size=512, dtype="bfloat16")
+SCALED = SlotLayout(pack_tokens=1024, num_taps=4, hidden_size=512, dtype="float8_e4m3")
 LONG = 40_000_000
 """Clock cycles of a sleep that no launch outlasts: some 20 ms."""
 
@@ -52,8 +56,8 @@ def expected(pack_id: int) -> torch.Tensor:
     return torch.full((LAYOUT.pack_tokens, LAYOUT.num_taps, LAYOUT.hidden_size), 1.0 + pack_id, dtype=torch.bfloat16)
 
 
-def poisoned_host(gpu: Gpu, num_slots: int) -> HostSlots:
-    pool = SlotPool.private(LAYOUT, num_slots)
+def poisoned_host(gpu: Gpu, num_slots: int, layout: SlotLayout = LAYOUT) -> HostSlots:
+    pool = SlotPool.private(layout, num_slots)
     for slot in range(num_slots):
         pool.hidden(slot).fill_(float("nan"))
     host = lock_slots(pool, order=range(num_slots), streams=gpu.streams, operations=gpu.operations)
@@ -69,16 +73,19 @@ def open_gpu(*, sides: bool) -> Gpu:
 
 @pytest.mark.parametrize("shape", [(128, 1, 16), (1024, 4, 512), (8192, 5, 640), (384, 3, 80)])
 @pytest.mark.parametrize("last_hidden", [False, True])
-def test_the_kernels_seal_is_the_cpus(shape: tuple[int, int, int], last_hidden: bool) -> None:
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3"])
+def test_the_kernels_seal_is_the_cpus(
+    shape: tuple[int, int, int], last_hidden: bool, dtype: Literal["bfloat16", "float8_e4m3"]
+) -> None:
     gpu = Gpu.open()
-    layout = SlotLayout(*shape, "bfloat16", last_hidden=last_hidden)
+    layout = SlotLayout(*shape, dtype, last_hidden=last_hidden)
     (slot,) = gpu.slots(layout, 1)
-    for tensor in (slot.hidden_TKD, slot.last_hidden_TD):
-        if tensor is not None:
-            tensor.view(torch.int16).random_(-(2**15), 2**15)
+    for tensor in tensors_of(slot):
+        tensor.view(torch.int16).random_(-(2**15), 2**15)
     gpu.operations.add_up(slot, parts_P=slot.parts_P)
     last = None if slot.last_hidden_TD is None else slot.last_hidden_TD.cpu()
-    on_cpu = DeviceSlot(slot.hidden_TKD.cpu(), last, slot.parts_P.cpu())
+    scale = None if slot.scale_TK is None else slot.scale_TK.cpu()
+    on_cpu = DeviceSlot(slot.hidden_TKD.cpu(), last, slot.parts_P.cpu(), scale)
     found = gpu.operations.read(on_cpu.parts_P)
     assert found == plain_checksum(on_cpu)
     slot.hidden_TKD.view(torch.int32).view(-1)[-7] ^= 1
@@ -280,13 +287,26 @@ def run_of(num_packs: int, *, replayed: bool) -> tuple[list[PackOrder], list[Pla
     return order, [*uses, *(PlannedUse(pack_id, True) for pack_id in waiting)]
 
 
-def make_source(kind: str, gpu: Gpu, order: list[PackOrder], uses: list[PlannedUse]) -> StagedInline | DeviceInline:
+def told(pack_id: int) -> float:
+    """What a pack's states all are: a number that three bits of mantissa hold."""
+    return 1.0 + pack_id % 15
+
+
+def make_source(
+    kind: str, gpu: Gpu, order: list[PackOrder], uses: list[PlannedUse], *, layout: SlotLayout = LAYOUT
+) -> StagedInline | DeviceInline:
     activations = torch.empty(LAYOUT.pack_tokens, LAYOUT.num_taps, LAYOUT.hidden_size, dtype=torch.bfloat16, device="cuda")
+    bad = torch.zeros(LAYOUT.pack_tokens, dtype=torch.bool, device="cuda")
 
     def produce(assignment: Assignment, slot: DeviceSlot) -> None:
         with torch.inference_mode():
-            activations.fill_(1.0 + assignment.pack_id % 64)
-            slot.hidden_TKD.copy_(activations)
+            activations.fill_(told(assignment.pack_id))
+            if slot.scale_TK is None:
+                slot.hidden_TKD.copy_(activations)
+            else:
+                for tap in range(layout.num_taps):
+                    values, scale = slot.hidden_TKD[:, tap], slot.scale_TK[:, tap]
+                    quantise_rows(activations[:, tap], values_RD=values, scale_R=scale, bad_R=bad)
             activations.fill_(float("nan"))
 
     if kind == "device":
@@ -294,8 +314,8 @@ def make_source(kind: str, gpu: Gpu, order: list[PackOrder], uses: list[PlannedU
             order=order,
             uses=uses,
             produce=produce,
-            berths=gpu.berths(LAYOUT, 4),
-            slot_bytes=LAYOUT.nbytes,
+            berths=gpu.berths(layout, 4),
+            slot_bytes=layout.nbytes,
             fingerprint="target",
             streams=gpu.streams,
             operations=gpu.operations,
@@ -304,9 +324,9 @@ def make_source(kind: str, gpu: Gpu, order: list[PackOrder], uses: list[PlannedU
         order=order,
         uses=uses,
         produce=produce,
-        host=poisoned_host(gpu, 4),
-        slots=gpu.slots(LAYOUT, 2),
-        buffers=gpu.buffers(LAYOUT, 3),
+        host=poisoned_host(gpu, 4, layout),
+        slots=gpu.slots(layout, 2),
+        buffers=gpu.buffers(layout, 3),
         guest=None,
         fingerprint="target",
         streams=gpu.streams,
@@ -317,16 +337,17 @@ def make_source(kind: str, gpu: Gpu, order: list[PackOrder], uses: list[PlannedU
 def train(pack: HiddenPack, weight: torch.Tensor, wrong: torch.Tensor) -> None:
     """Forward and backward over the slot itself, and a count of values that are not the pack's, left on the device."""
     (pack.hidden_TKD * weight).sum().backward()
-    wrong.add_((pack.hidden_TKD != 1.0 + pack.pack_id % 64).sum())
+    wrong.add_((pack.hidden_TKD != told(pack.pack_id)).sum())
 
 
 @pytest.mark.parametrize("kind", ["device", "host"])
 @pytest.mark.parametrize("replayed", [False, True])
-def test_the_loop_never_waits_for_the_device_and_allocates_nothing(kind: str, replayed: bool) -> None:
+@pytest.mark.parametrize("layout", [LAYOUT, SCALED], ids=["bfloat16", "float8"])
+def test_the_loop_never_waits_for_the_device_and_allocates_nothing(kind: str, replayed: bool, layout: SlotLayout) -> None:
     """220 packs, the last 200 under "error": bytes right, no synchronising call, no allocation of device or pinned memory."""
     gpu = Gpu.open()
     order, uses = run_of(220, replayed=replayed)
-    source = make_source(kind, gpu, order, uses)
+    source = widened(make_source(kind, gpu, order, uses, layout=layout), layout=layout, dtype="bfloat16", device="cuda")
     weight = torch.ones(LAYOUT.hidden_size, dtype=torch.bfloat16, device="cuda", requires_grad=True)
     weight.grad = torch.zeros_like(weight)
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
