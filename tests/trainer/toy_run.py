@@ -21,6 +21,7 @@ from slipstream.trainer.loop import Saving, Trainer
 from slipstream.trainer.optim import FlatAdamW
 from slipstream.trainer.prefetch import PreparedStep, prepare_step
 from slipstream.trainer.ranks import ColumnShare, RankGroup
+from slipstream.trainer.reduction import GradientSum
 from slipstream.trainer.saving import CheckpointWriter
 from slipstream.trainer.tally import StepTally
 
@@ -286,7 +287,7 @@ def make_run(
         saving=None
         if folder is None
         else Saving(writer=CheckpointWriter(folder=folder, identity=IDENTITY, keep=keep), acceptance_at=acceptance_at),
-        group=group,
+        group=None if group is None else GradientSum(drafter, optimizer=optimizer, group=group),
         hooks=(recorder, guard, *extra_hooks),
         counters=counters,
         account=account,

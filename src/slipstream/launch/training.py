@@ -27,6 +27,10 @@ from slipstream.trainer import ColumnShare, MainRank, RankGroup, RunParts, build
 
 Line = Mapping[str, object]
 
+PEER_SECONDS = 3600.0
+"""Longest wait of a drafter rank for another, which may validate or wait for its disk meanwhile. A rank that dies is noticed by
+the supervisor, at once."""
+
 
 class Source(Protocol):
     """The consumer end of a transport, as `SharedSource` and `InlineTransport` offer it."""
@@ -198,7 +202,7 @@ def _join(*, share: ColumnShare, job: Mapping[str, Any], recipe: Recipe, stack: 
     group = RankGroup.join(
         share=share,
         store=Path(job["rendezvous"]),
-        timeout_seconds=recipe.placement.ready_seconds,
+        timeout_seconds=max(recipe.placement.ready_seconds, PEER_SECONDS),
         backend="nccl" if job["device"] == "cuda" else "gloo",
     )
     stack.callback(group.close)

@@ -29,6 +29,7 @@ from slipstream.trainer.loop import HiddenSource, Saving, Trainer
 from slipstream.trainer.optim import FlatAdamW
 from slipstream.trainer.prefetch import Planner, PreparedStep, prepare_step
 from slipstream.trainer.ranks import ColumnShare, RankGroup
+from slipstream.trainer.reduction import GradientSum
 from slipstream.trainer.saving import CheckpointWriter
 from slipstream.trainer.tally import StepTally
 
@@ -123,7 +124,7 @@ def build_trainer(*, parts: RunParts, main: MainRank | None, resume: Path | None
         section=recipe.optimizer,
         checkpoint_every_steps=recipe.checkpoint.every_steps,
         saving=_saving(parts, main, identity=identity, validation=validation),
-        group=parts.group,
+        group=GradientSum(parts.drafter, optimizer=optimizer, group=parts.group) if parts.group is not None else None,
         hooks=_hooks(parts, main, counters=counters, validation=validation, engine=engine),
         counters=counters,
         account=parts.account,

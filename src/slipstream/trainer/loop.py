@@ -23,7 +23,7 @@ from slipstream.trainer.hooks import Hook
 from slipstream.trainer.learning_rate import learning_rate
 from slipstream.trainer.optim import FlatAdamW
 from slipstream.trainer.prefetch import PreparedStep, StepPrefetch
-from slipstream.trainer.ranks import RankGroup
+from slipstream.trainer.reduction import GradientSum
 from slipstream.trainer.saving import CheckpointWriter
 from slipstream.trainer.snapshot import Snapshot
 from slipstream.trainer.tally import StepTally
@@ -103,7 +103,7 @@ class Trainer:
         section: OptimizerSection,
         checkpoint_every_steps: int,
         saving: Saving | None,
-        group: RankGroup | None,
+        group: GradientSum | None,
         hooks: Sequence[Hook],
         counters: Counters,
         account: Account,
@@ -201,16 +201,17 @@ class Trainer:
         optimizer.zero_grad()
         if stop_asked:
             tally.ask_to_stop()
-        for column in prepared.columns:
+        for number, column in enumerate(prepared.columns, start=1):
             with account.state("wait_input", pack=column.use.pack_id, step=prepared.index):
                 hidden = source.take(column.use.pack_id)
+            if self._group is not None and number == len(prepared.columns):
+                self._group.begin_last()
             self._column_pass(hidden, column, denominator=prepared.denominator, tally=tally)
             if column.use.is_last:
                 source.release(column.use.pack_id)
         if self._group is not None:
-            optimizer.clear_stale()
             with account.state("wait_peer", step=prepared.index):
-                self._group.all_reduce_sum(optimizer.reduced)
+                self._group.finish()
         rate = learning_rate(step=prepared.index, num_steps=self.num_steps, optimizer=self._section)
         with account.state("optimizer", step=prepared.index):
             if self._snapshot is not None:
