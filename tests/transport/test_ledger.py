@@ -130,6 +130,15 @@ class LedgerUnderFaults(RuleBasedStateMachine):
             assert held <= account.capacity_bytes == 4 * SLOT_BYTES
 
     @invariant()
+    def depths_are_those_of_packs_that_pass(self) -> None:
+        depths = self.ledger.depths()
+        assert set(depths) == {0, 1} - self.gone
+        for rank, depth in depths.items():
+            assert set(depth.ready) == {pack for pack, held in self.ready.items() if held.rank == rank and pack < 900}
+            held_slots = sum(place[0] == rank and pack < 900 for place, pack in self.holder.items())
+            assert (depth.slots, depth.free) == (3, 3 - held_slots)
+
+    @invariant()
     def ranks_are_served_in_order(self) -> None:
         for rank, issued in self.first_issues.items():
             assert issued == [pack.pack_id for pack in self.order if pack.rank == rank][: len(issued)]

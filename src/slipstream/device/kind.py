@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import re
+import uuid
 from pathlib import Path
 from typing import Literal
 
@@ -47,6 +48,22 @@ def count_gpus() -> int:
     if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
         return 0
     return count.value
+
+
+def gpu_uuids() -> list[str]:
+    """Names of the visible GPUs in the CUDA driver's order, "GPU-…", as NVML knows them; none without a driver."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return []
+    uuids = []
+    for index in range(count_gpus()):
+        device, raw = ctypes.c_int(0), (ctypes.c_ubyte * 16)()
+        driver.cuDeviceGet(ctypes.byref(device), ctypes.c_int(index))
+        if driver.cuDeviceGetUuid_v2(ctypes.byref(raw), device) != 0:
+            return []
+        uuids.append(f"GPU-{uuid.UUID(bytes=bytes(raw))}")
+    return uuids
 
 
 def torch_cuda_version() -> str | None:

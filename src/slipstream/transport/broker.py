@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 
 from slipstream.transport.connections import connection_pair
-from slipstream.transport.ledger import Ledger, PackOrder
+from slipstream.transport.ledger import Ledger, PackOrder, QueueDepth
 from slipstream.transport.messages import (
     Acquire,
     Closed,
@@ -131,6 +131,11 @@ class Broker:
                 consumer_waiting_seconds=dict(self._consumer_waiting),
                 lost=tuple(self._lost),
             )
+
+    def depths(self) -> dict[int, QueueDepth]:
+        """The queue of every rank that has not left, now. From any thread."""
+        with self._lock:
+            return self._ledger.depths()
 
     @property
     def finished(self) -> bool:

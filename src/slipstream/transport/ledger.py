@@ -61,6 +61,24 @@ class RankAccount:
 
 
 @dataclass(frozen=True, slots=True)
+class QueueDepth:
+    """Packs of one rank between target and drafter; kept ones (validation) and their slots are left out.
+
+    `ready` are the packs that lie in slots, published and not yet released; `issued` is how many are being written, or wait
+    to be written again. slots = free + issued + len(ready).
+    """
+
+    slots: int
+    issued: int
+    ready: tuple[int, ...]
+
+    @property
+    def free(self) -> int:
+        """Slots that hold nothing."""
+        return self.slots - self.issued - len(self.ready)
+
+
+@dataclass(frozen=True, slots=True)
 class LedgerCounts:
     """Packs by fate: planned = unissued + waiting + in_flight + ready + released + abandoned, always.
 
@@ -96,9 +114,15 @@ class _Rank:
     cursor: int
     unissued: int
     num_slots: int
+    num_kept: int = 0
     again: list[tuple[int, int]] = field(default_factory=list)
     occupied: set[int] = field(default_factory=set)
     left: bool = False
+
+    @property
+    def num_passing_slots(self) -> int:
+        """Slots that packs pass through: each kept one has a slot to itself."""
+        return self.num_slots - self.num_kept
 
 
 class Ledger:
@@ -218,6 +242,21 @@ class Ledger:
             for rank_id, rank in self._ranks.items()
         }
 
+    def depths(self) -> dict[int, QueueDepth]:
+        """The queue of every rank that has not left, now."""
+        passing: dict[int, list[_Live]] = {rank_id: [] for rank_id, rank in self._ranks.items() if not rank.left}
+        for live in self._live.values():
+            if not live.order.kept:
+                passing[live.order.rank].append(live)
+        return {
+            rank_id: QueueDepth(
+                slots=self._ranks[rank_id].num_passing_slots,
+                issued=sum(live.state is not PackState.READY for live in found),
+                ready=tuple(live.order.pack_id for live in found if live.state is PackState.READY),
+            )
+            for rank_id, found in passing.items()
+        }
+
     def _head(self, rank_id: int) -> int | None:
         """Position of the rank's next pack, if its slot may be written now."""
         rank = self._ranks[rank_id]
@@ -251,5 +290,6 @@ def _read_order(order: Sequence[PackOrder]) -> dict[int, _Rank]:
             kept.add((pack.rank, pack.slot))
         rank = ranks.setdefault(pack.rank, _Rank(cursor=position, unissued=0, num_slots=0))
         rank.unissued += 1
+        rank.num_kept += pack.kept
         rank.num_slots = max(rank.num_slots, pack.slot + 1)
     return ranks
