@@ -32,6 +32,7 @@ from slipstream.launch.preflight import Preflight, check_run_folder
 from slipstream.launch.processes import Child, start_child
 from slipstream.launch.resume import check_same_recipe, finished_steps
 from slipstream.launch.runbook import RunBook
+from slipstream.launch.sampling import sampled_gpus, sampled_queues
 from slipstream.launch.supervisor import Supervisor
 from slipstream.plan import Schedule, plan_memory
 from slipstream.trainer.checkpoint import latest, read_cursor
@@ -73,7 +74,8 @@ def train_run(*, flight: Preflight, given: str | None = None, on_report: Report 
         book = RunBook(folder=folder, recipe=recipe, on_report=on_report)
         book.state("starting")
         try:
-            return _Run(flight=flight, given=given, book=book, lock=lock).run()
+            with sampled_gpus(flight):
+                return _Run(flight=flight, given=given, book=book, lock=lock).run()
         except (Interrupted, KeyboardInterrupt) as error:
             book.state("interrupted", cause=str(error) or type(error).__name__)
             raise
@@ -168,7 +170,11 @@ class _Run:
                 on_report=self.book.take,
                 close_broker=self._close_broker,
             )
-            return supervisor.run()
+            slot_bytes = self._layout().nbytes
+            with sampled_queues(
+                self.broker, folder=self.flight.folder, book=self.book, plan=plan, slot_bytes=slot_bytes
+            ):
+                return supervisor.run()
         finally:
             self._close_broker("the run is over", None)
 

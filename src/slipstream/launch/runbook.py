@@ -26,6 +26,8 @@ class RunBook:
         self._metrics: MetricLog | None = None
         self._state: dict[str, Any] = {"status": "starting", "step": 0, "steps": None, "cause": None, "restarts": 0}
         self.validations: list[dict[str, Any]] = []
+        self.trained = -1
+        """The last step that was trained, as far as was heard; -1 before the first of this start."""
 
     def state(self, status: str, *, cause: str | None = None, step: int | None = None) -> None:
         """Write `state.json`, whole or not at all."""
@@ -75,6 +77,8 @@ class RunBook:
 
     def _record(self, line: Mapping[str, Any]) -> None:
         self._state["step"] = max(self._state["step"], int(line["step"]))
+        if line["kind"] == "train":
+            self.trained = max(self.trained, int(line["step"]))
         if line["kind"] == "validation":
             self.validations.append(dict(line))
         self._write(line)
