@@ -38,7 +38,8 @@ def check(
     """Prove that what is captured is what the target computes, and that blocks train as they are served.
 
     Captured states against the whole model's, documents that do not see each other (by perturbation, exactly 0), packed against
-    alone, and the drafter's train-mode block against its decode-mode block. Exit code 1 if a proof fails.
+    alone, and the drafter's train-mode block against its decode-mode block. A float8 target's error on each tap is measured
+    against bfloat16. Exit code 1 if a proof fails.
     """
     from slipstream.config import load_recipe, read_target_info, resolve_drafter
     from slipstream.target.parity import check_target

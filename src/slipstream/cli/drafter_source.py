@@ -39,7 +39,8 @@ class DrafterSource:
             if ours != theirs:
                 rule = f"the drafter was made for another target: {info.folder} has {theirs}"
                 raise CheckpointError(key=key, value=ours, rule=rule)
-        if self.target_fingerprint is not None and self.target_fingerprint != fingerprint_target(info):
+        known = (None, *(fingerprint_target(info, dtype=dtype) for dtype in ("bfloat16", "float8")))
+        if self.target_fingerprint not in known:
             rule = "has other weights than the target that the checkpoint was trained on"
             raise CheckpointError(key="--target", value=str(info.folder), rule=rule)
 

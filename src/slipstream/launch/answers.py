@@ -71,7 +71,7 @@ def answers_key(
     section = recipe.validation
     content = [
         target_fingerprint,
-        recipe.target.dtype,
+        recipe.target.hidden_dtype,
         section.max_new_tokens,
         section.batch_size,
         list(stop_token_ids),

@@ -13,6 +13,7 @@ import torch
 
 from slipstream.errors import TargetError
 from slipstream.target.attention import PACKED_ATTENTION
+from slipstream.target.float8_layers import Float8Layer
 from slipstream.target.frame import Frame, send_frame
 from slipstream.target.fused import can_fuse, fuse_layers
 from slipstream.target.kernels import Kernels
@@ -29,13 +30,18 @@ log = logging.getLogger(__name__)
 
 
 class Engine:
-    """Runs a loaded decoder on frames. Changes the model in place; afterwards only frames go through it."""
+    """Runs a loaded decoder on frames. Changes the model in place; afterwards only frames go through it.
+
+    Layers that `float8_layers` has replaced stay as they are.
+    """
 
     def __init__(self, model: Any, *, kernels: Kernels) -> None:
         config = model.config
         kinds = list(getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers)
         layers = decoder_layers(model, count=config.num_hidden_layers)
-        self.fused = can_fuse(layers)
+        self._float8 = sum(isinstance(layer, Float8Layer) for layer in layers)
+        assert self._float8 in (0, len(layers)), "all layers are float8, or none"
+        self.fused = self._float8 > 0 or can_fuse(layers)
         self._model, self._kernels = model, kernels
         self._hybrid = "linear_attention" in kinds
         unknown = sorted(set(kinds) - set(SUPPORTED_KINDS))
@@ -47,7 +53,9 @@ class Engine:
                 hint='"float32" runs it as transformers has it, slowly',
             )
         self._expected = Counter(SUPPORTED_KINDS[kind] for kind in kinds)
-        if self.fused:
+        if self._float8:
+            self._expected["float8 product"] = self._float8 * Float8Layer.NUM_PRODUCTS
+        elif self.fused:
             fuse_layers(layers)
         # Transformers builds no mask for an attention function that it does not know the mask of.
         model.set_attn_implementation(PACKED_ATTENTION)
@@ -55,7 +63,9 @@ class Engine:
 
     @property
     def layers(self) -> str:
-        """Whose decoder layers run: "fused" ones, or those of "transformers"."""
+        """Whose decoder layers run: "fused" ones, "fused, float8", or those of "transformers"."""
+        if self._float8:
+            return "fused, float8"
         return "fused" if self.fused else "transformers"
 
     def frame(self, forward: Forward, *, num_tokens: int, packed: bool) -> Frame:

@@ -11,12 +11,16 @@ from slipstream.errors import TargetError
 CHUNK_BYTES = 64 * 1024
 NUM_CHUNKS = 64
 WHOLE_BYTES = CHUNK_BYTES * NUM_CHUNKS
+FLOAT8 = "float8: e4m3 by tensor, norms by a fixed step, other rows by their maximum"
+"""Stands for how `float8` rounds; changes when it rounds otherwise."""
 RANDOM = "random weights, first kind"
 """Stands for weights that `random_weights` makes up; changes when it makes others."""
 
 
-def fingerprint_target(info: TargetInfo) -> str:
+def fingerprint_target(info: TargetInfo, *, dtype: str = "bfloat16") -> str:
     """Fingerprint (32 hex digits) of a target folder; other weights, or another config, give another one.
+
+    So does the `dtype` "float8", which gives other hidden states; "bfloat16" and "float32" share one.
 
     Files above 4 MiB are hashed in 64 chunks of 64 KiB spread evenly over them, besides their header (names, types, shapes and
     offsets of all tensors): a training run moves every chunk, but a single edited weight between two chunks goes unseen.
@@ -24,6 +28,8 @@ def fingerprint_target(info: TargetInfo) -> str:
     not safetensors.
     """
     digest = hashlib.sha256((info.folder / "config.json").read_bytes())
+    if dtype == "float8":
+        digest.update(f"\0{FLOAT8}".encode())
     if info.weights == "random":
         digest.update(f"\0{RANDOM}".encode())
         return digest.hexdigest()[:32]

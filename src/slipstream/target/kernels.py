@@ -1,7 +1,7 @@
 """The kernels that mix tokens, as one record: attention, the convolution and the delta rule, each told where documents end.
 
 On CUDA they are PyTorch's variable-length flash attention and FLA's Triton kernels; a target that needs one of them and cannot
-have it is refused. There is no other set here: what tests compare with is theirs.
+have it is refused. A float8 target's products are here too. There is no other set here: what tests compare with is theirs.
 
 Shape letters: T tokens of a row · H query or value heads · G key heads · E head size · W taps of the convolution.
 """
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import TargetError
+from slipstream.target.float8 import Float8Weight, ScaledProduct, cuda_product
 from slipstream.target.frame import Frame
 
 
@@ -40,12 +41,13 @@ DeltaRule = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Frame], Tensor]
 class Kernels:
     """One implementation of each kernel, and how often each was launched: the proof that no layer went another way.
 
-    `convolution` and `delta_rule` are there for hybrid targets.
+    `convolution` and `delta_rule` are there for hybrid targets, `product` for those in float8.
     """
 
     attention: Attention
     convolution: Convolution | None
     delta_rule: DeltaRule | None
+    product: ScaledProduct | None = None
     calls: Counter[str] = field(default_factory=Counter)
 
     def attend(
@@ -66,13 +68,18 @@ class Kernels:
         self.calls["delta_rule"] += 1
         return self.delta_rule(query, key, value, log_decay, strength, frame)
 
+    def multiply(self, rows_TD: Tensor, weight: Float8Weight) -> Tensor:
+        """Launch `product` and count it: rows in e4m3 times a weight's transpose, `[T, P]`, scales of rows left out."""
+        assert self.product is not None
+        self.calls["float8 product"] += 1
+        return self.product(rows_TD, weight.weight_PD, weight.row_step, weight.weight_step)
 
-def cuda_kernels(*, hybrid: bool) -> Kernels:
+
+def cuda_kernels(*, hybrid: bool, float8: bool = False) -> Kernels:
     """The kernels of a CUDA device; those of FLA only for a hybrid target. Raises `TargetError` when one cannot be had."""
-    if not hybrid:
-        return Kernels(attention=_flash_attention(), convolution=None, delta_rule=None)
-    convolution, delta_rule = _fla_kernels()
-    return Kernels(attention=_flash_attention(), convolution=convolution, delta_rule=delta_rule)
+    convolution, delta_rule = _fla_kernels() if hybrid else (None, None)
+    product = cuda_product() if float8 else None
+    return Kernels(attention=_flash_attention(), convolution=convolution, delta_rule=delta_rule, product=product)
 
 
 def _flash_attention() -> Attention:
