@@ -5,7 +5,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt
 INSTALLED := .venv/.installed
 
-.PHONY: demo test check bench test-slow test-gpu
+.PHONY: demo test check bench test-slow test-gpu test-browser
 .DELETE_ON_ERROR:
 
 demo: $(INSTALLED)
@@ -32,6 +32,10 @@ test-slow: $(INSTALLED)
 
 test-gpu: $(INSTALLED)
 	@$(BIN)/python -m pytest -m gpu
+
+# Opens the report and the live page in a headless Chromium that is on PATH.
+test-browser: $(INSTALLED)
+	@$(BIN)/python -m pytest -m browser
 
 # torch comes first and alone: constraints.txt names the one build that everything after it must accept. The two packages at
 # the end pin versions that clash with ours, or ask for a compiler; only a file of the one and the model code of the other are used.

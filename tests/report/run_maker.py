@@ -49,13 +49,14 @@ def make_run(
     given = f'name = "{folder.name}"\n'
     run.recipe_given.write_text(given)
     run.recipe.write_text(tomli_w.dumps(_recipe(folder.name) | dict(recipe or {})))
+    durations = seconds_per_step * 1e6 * (1 + 0.05 * rng.standard_normal(steps))
     _write_facts(run, steps=steps, status=status, began=began, seconds=steps * seconds_per_step)
-    _lines(run.metrics, _metrics(steps, seconds_per_step=seconds_per_step, validate_every=validate_every, rng=rng))
+    _lines(run.metrics, _metrics(durations, validate_every=validate_every, rng=rng))
     for index, worker in enumerate(workers):
         cycle = (states or {}).get(worker) or default_cycle(worker)
-        spans = SpanMaker(worker=worker, cycle=cycle, seconds_per_step=seconds_per_step, packs_per_step=packs_per_step, rng=rng)
+        spans = SpanMaker(worker=worker, cycle=cycle, durations=durations, packs_per_step=packs_per_step)
         targets = max(1, sum(name.startswith("target") for name in workers))
-        rows = list(spans.rows(steps=steps, checkpoint_every=checkpoint_every, share=targets))
+        rows = list(spans.rows(checkpoint_every=checkpoint_every, share=targets))
         header = {
             "kind": "start", "worker": worker, "role": ROLES[worker.split("-")[0]], "rank": int(worker.rsplit("-", 1)[1]),
             "gpu": index, "pid": 100 + index, "unix_ns": int(began * 1e9), "clock_ns": 1,
@@ -74,34 +75,30 @@ def default_cycle(worker: str) -> Cycle:
 
 
 class SpanMaker:
-    """Rows of one worker: its account on lane "cpu", and the states that work on lane "gpu"."""
+    """Rows of one worker: its account on lane "cpu", and the states that work on lane "gpu". All workers keep one pace."""
 
-    def __init__(
-        self, *, worker: str, cycle: Cycle, seconds_per_step: float, packs_per_step: int, rng: np.random.Generator
-    ) -> None:
-        self.worker, self.cycle, self.seconds_per_step, self.rng = worker, cycle, seconds_per_step, rng
-        self.packs_per_step = packs_per_step
+    def __init__(self, *, worker: str, cycle: Cycle, durations: Sequence[float], packs_per_step: int) -> None:
+        self.worker, self.cycle, self.durations, self.packs_per_step = worker, cycle, durations, packs_per_step
         self.clock = 0
-        self.lead = 0 if worker.startswith("target") else int(seconds_per_step * 1e6)
 
-    def rows(self, *, steps: int, checkpoint_every: int, share: int) -> Iterator[list[Any]]:
-        """All rows; the cycle of a step is stretched by a few percent at random."""
+    def rows(self, *, checkpoint_every: int, share: int) -> Iterator[list[Any]]:
+        """All rows. Drafters begin a step's time behind the targets, which deal out packs to `share` of them."""
         yield ["cpu", "warm_up", 0, 3_000_000, None, None]
         self.clock = 3_000_000
-        if self.lead:
-            yield from self._span("wait_input", self.lead, pack=None, step=None)
-        rank = int(self.worker.rsplit("-", 1)[1])
         target = self.worker.startswith("target")
-        for step in range(steps):
-            if not target and step and step % checkpoint_every == 0:
-                yield from self._span("validate", int(2e6), pack=None, step=step)
-                yield from self._span("checkpoint", int(1e6), pack=None, step=step)
+        if self.worker.startswith("drafter") and len(self.durations):
+            yield from self._span("wait_input", int(self.durations[0] * 1.1), pack=None, step=None)
+        rank = int(self.worker.rsplit("-", 1)[1])
+        for step, micros in enumerate(self.durations):
+            if step and step % checkpoint_every == 0:
+                for state, seconds in (("wait_slot", 3),) if target else (("validate", 2), ("checkpoint", 1)):
+                    yield from self._span(state, seconds * 1_000_000, pack=None, step=None if target else step)
             packs = range(step * self.packs_per_step, (step + 1) * self.packs_per_step)
             mine = [pack for pack in packs if not target or pack % share == rank]
-            budget = self.seconds_per_step * 1e6 * (1 + 0.05 * self.rng.standard_normal()) / max(1, len(mine))
             for pack in mine:
                 for state, part in self.cycle:
-                    yield from self._span(state, max(20, int(budget * part)), pack=pack, step=None if target else step)
+                    took = max(20, int(micros / len(mine) * part))
+                    yield from self._span(state, took, pack=pack, step=None if target else step)
 
     def _span(self, state: str, micros: int, *, pack: int | None, step: int | None) -> Iterator[list[Any]]:
         yield ["cpu", state, self.clock, micros, pack, step]
@@ -127,12 +124,13 @@ def account_lines(rows: Sequence[list[Any]], *, worker: str, pid: int, began: fl
     return lines
 
 
-def _metrics(steps: int, *, seconds_per_step: float, validate_every: int, rng: np.random.Generator) -> Iterator[dict[str, Any]]:
+def _metrics(durations: np.ndarray[Any, Any], *, validate_every: int, rng: np.random.Generator) -> Iterator[dict[str, Any]]:
+    steps = len(durations)
     yield {"kind": "start", "step": 0, "run": "made", "num_steps": steps, "drafter_ranks": 1}
-    for step in range(steps):
+    for step, seconds in enumerate(durations / 1e6):
         if step % validate_every == 0:
             yield validation_line(step, acceptance=1.2 + 2.4 * (1 - math.exp(-step / 3000)))
-        yield train_line(step, seconds=seconds_per_step * float(1 + 0.05 * rng.standard_normal()), rng=rng)
+        yield train_line(step, seconds=float(seconds), rng=rng)
     yield {"kind": "checkpoint", "step": steps}
     yield validation_line(steps, acceptance=1.2 + 2.4 * (1 - math.exp(-steps / 3000)))
     yield {"kind": "end", "step": steps, "status": "finished", "skipped_steps": 0}

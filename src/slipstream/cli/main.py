@@ -15,7 +15,7 @@ from typer.core import TyperGroup
 import slipstream
 from slipstream.errors import SlipstreamError
 
-VERBS = ("demo", "prepare", "regenerate", "inspect", "plan", "check", "train", "evaluate", "export", "bench")
+VERBS = ("demo", "prepare", "regenerate", "inspect", "plan", "check", "train", "watch", "report", "evaluate", "export", "bench")
 """In the order that `--help` shows them: `slipstream.cli.<verb>` holds one function of that name."""
 
 

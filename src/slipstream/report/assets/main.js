@@ -1,0 +1,164 @@
+// Puts the page together, and on a live page asks for what is newer.
+
+const ASK_MILLISECONDS = 1000;
+
+class Page {
+  constructor(models, { live, states }) {
+    this.models = models;
+    this.live = live;
+    this.states = states;
+    this.drawn = new Map(); // what a section was drawn from, so that an unchanged one is left alone
+    this.show(models[0]);
+  }
+
+  // Builds everything for one run; in compare mode another one can be chosen.
+  show(model) {
+    this.model = model;
+    this.drawn.clear();
+    const models = () => this.models;
+    const own = () => this.model;
+    this.lanes = new LaneView(model);
+    listenToKeys(this.lanes);
+    listenToPointer(this.lanes);
+    if (this.live) this.lanes.follow = model.ended ? 0 : 60e6;
+    this.trainCharts = trainCharts(models);
+    this.queueCharts = [
+      sampleChart(() => own().queues, "Packs ready", { ready: "" }, { who: (rank) => `rank ${rank}` }),
+      sampleChart(() => own().queues, "Bytes ready", { ready_bytes: "" }, { who: (rank) => `rank ${rank}`, text: formatBytes }),
+    ];
+    const gpu = (key) => `GPU ${key}`;
+    this.gpuCharts = [
+      sampleChart(() => own().gpus, "Utilisation", { utilisation: "" }, { who: gpu, text: formatShare }),
+      sampleChart(() => own().gpus, "SM active", { sm_active: "" }, { who: gpu, text: formatShare }),
+      sampleChart(() => own().gpus, "Tensor active", { tensor_active: "" }, { who: gpu, text: formatShare }),
+      sampleChart(() => own().gpus, "Memory in use", { memory_bytes: "" }, { who: gpu, text: formatBytes }),
+      sampleChart(() => own().gpus, "Power", { power_watts: "" }, { who: gpu, text: (value) => `${Math.round(value)} W` }),
+    ];
+    this.mixingChart = model.mixing ? new Chart("Distance of a step's lengths to the corpus'", () => ({
+      x: model.mixing.step, series: [{ label: "distance", values: model.mixing.distance }],
+    })) : null;
+    document.getElementById("main").replaceChildren();
+    this.update(true);
+  }
+
+  // Sections in order: [id, what it depends on, how it is made].
+  parts() {
+    const { model } = this;
+    const { figures } = model;
+    const tables = { ...figures, seconds: null, time_left_seconds: null };
+    const timeKey = [figures.workers, darkScheme.matches];
+    return [
+      ["compare", this.models.length > 1 ? [this.models.map((one) => one.figures.step), darkScheme.matches] : null, () => compareSection(this.models)],
+      ["verdict", [model.verdict, figures.cause], () => verdictSection(model, this.live)],
+      ["key-figures", [figures.rates, figures.results, figures.workers], () => keyFigures(model)],
+      ["lanes", "once", () => this.lanesSection()],
+      ["curves", "once", () => section("curves", "Curves", element("div", { class: "charts" }, this.trainCharts.map((chart) => chart.root)))],
+      ["slots", [model.slot_accuracy, model.validations.length], () => slotSection(model)],
+      ["time", timeKey, () => timeSection(model)],
+      ["stages", figures.stages, () => stagesSection(model)],
+      ["queues", figures.queues, () => queuesSection(model, this.queueCharts)],
+      ["gpus", figures.gpus, () => gpusSection(model, this.gpuCharts)],
+      ["memory", figures.memory, () => memorySection(model)],
+      ["prediction", [tables.prediction, figures.rates], () => predictionSection(model)],
+      ["validations", model.validations, () => validationSection(model)],
+      ["mixing", "once", () => planSection(model, this.mixingChart)],
+      ["events", figures.late, () => lateSection(model)],
+      ["recipe", "once", () => recipeSection(model)],
+      ["environment", "once", () => environmentSection(model)],
+    ];
+  }
+
+  lanesSection() {
+    const empty = this.model.lanes.length ? null : note("No spans were recorded.");
+    const exact = this.model.exact ? note("There are more spans than a page holds: single ones are kept in the stretches marked under the lanes; elsewhere, a state's spans are merged.") : null;
+    return section("lanes", "Lanes over time", laneToolbar(this.lanes, { live: this.live }), this.lanes.stage, this.lanes.legend, this.lanes.status, empty, exact);
+  }
+
+  update(whole) {
+    const main = document.getElementById("main");
+    drawHeader(this.model, this.live);
+    let before = null;
+    for (const [id, depends, make] of this.parts()) {
+      const key = JSON.stringify(depends);
+      const there = document.getElementById(id);
+      if (depends !== null && (this.drawn.get(id) !== key || !this.drawn.has(id))) {
+        const open = there ? [...there.querySelectorAll("details")].map((one) => one.open) : [];
+        const made = make();
+        this.drawn.set(id, key);
+        there?.remove();
+        if (made) {
+          if (before) before.after(made);
+          else main.prepend(made);
+          made.querySelectorAll("details").forEach((one, index) => { one.open = open[index] || false; });
+        }
+      }
+      before = document.getElementById(id) || before;
+    }
+    this.lanes.dataChanged(whole);
+    for (const chart of this.charts()) chart.draw();
+    if (whole) this.drawContents();
+  }
+
+  charts() {
+    return [...this.trainCharts, ...this.queueCharts, ...this.gpuCharts, this.mixingChart].filter(Boolean);
+  }
+
+  drawContents() {
+    const links = [...document.querySelectorAll("main > section[data-title]")].filter((one) => one.querySelector("h2"));
+    const short = { "Lanes over time": "Lanes", "Where the time went": "Time", "Stages of a step": "Stages", "Queues of hidden states": "Queues", "Use of the GPUs": "GPUs", "Memory, predicted and used": "Memory", "Environment, code and command": "Environment" };
+    const kept = ["compare", "lanes", "curves", "time", "stages", "queues", "gpus", "memory", "validations", "recipe", "environment"];
+    document.getElementById("contents").replaceChildren(...links.filter((one) => kept.includes(one.id)).map((one) =>
+      element("a", { href: `#${one.id}` }, short[one.dataset.title] || one.dataset.title)));
+    if (this.models.length < 2) return;
+    const choose = element("select", { "aria-label": "run to show" }, this.models.map((model, index) => element("option", { value: String(index), selected: model === this.model }, model.label)));
+    choose.addEventListener("change", () => this.show(this.models[Number(choose.value)]));
+    document.getElementById("run-name").hidden = true;
+    document.getElementById("choose-run").replaceChildren(choose);
+  }
+}
+
+async function takeWhole(model, payload) {
+  await model.take(payload);
+  if (payload.whole) {
+    const { mixing } = payload;
+    model.mixing = mixing && { step: Array.from(await decodeColumn(mixing.step)), distance: withGaps(await decodeColumn(mixing.distance)) };
+  }
+}
+
+async function askAgain(page) {
+  const { model } = page;
+  try {
+    if (!document.hidden) {
+      const answer = await fetch(`data?since=${encodeURIComponent(model.cursor)}`, { cache: "no-store" });
+      if (!answer.ok) throw new Error(`the server answered ${answer.status}`);
+      const { runs: [payload] } = await answer.json();
+      await takeWhole(model, payload);
+      if (payload.whole) page.show(model);
+      else page.update(false);
+      document.getElementById("footer").textContent = page.words;
+    }
+  } catch (error) {
+    document.getElementById("footer").textContent = `No answer from slipstream watch (${error.message}); what is shown is the last that came.`;
+  }
+  setTimeout(() => askAgain(page), ASK_MILLISECONDS);
+}
+
+async function begin() {
+  let payload = JSON.parse(document.getElementById("payload").textContent);
+  const { live } = payload;
+  if (live) payload = { ...payload, ...(await (await fetch("data", { cache: "no-store" })).json()) };
+  const models = [];
+  for (const run of payload.runs) {
+    const model = new RunModel(structuredClone(payload.states));
+    await takeWhole(model, run);
+    models.push(model);
+  }
+  labelRuns(models);
+  const page = new Page(models, { live, states: payload.states });
+  page.words = payload.words;
+  document.getElementById("footer").textContent = payload.words;
+  document.body.dataset.ready = "yes";
+  if (live) setTimeout(() => askAgain(page), ASK_MILLISECONDS);
+}
+
+begin();

@@ -1,0 +1,178 @@
+"""A run in numbers: what `slipstream report --json` prints and the tables of the page show."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from slipstream.report.reading import RunData, column
+from slipstream.report.spans import Floats, Samples
+from slipstream.report.times import split_by_kind, stage_rows, training_window, worker_times
+from slipstream.report.verdict import Verdict
+from slipstream.runfolder import RunFolder
+
+RAMP_SHARE = 0.05
+RAMP_STEPS = 50
+"""Steps at the start that rates leave out: this share of the run, at most so many."""
+LAST_SHARE = 0.05
+
+
+def run_figures(run: RunData) -> dict[str, Any]:
+    """Everything about one run that is a number or a name, JSON-able, without its curves and spans. Times are in seconds."""
+    window = training_window(run)
+    workers = worker_times(run)
+    for worker in workers:
+        worker["kinds"] = split_by_kind(worker["training"] or worker["whole"])
+        worker["gpu_kinds"] = split_by_kind(worker["gpu_training"]) if worker["gpu_training"] else None
+    return {
+        "name": run.name,
+        "folder": run.root.name,
+        "status": run.state.get("status"),
+        "cause": run.state.get("cause"),
+        "step": _steps_done(run),
+        "steps": run.state.get("steps"),
+        "restarts": run.state.get("restarts", 0),
+        "seconds": run.end - run.begin,
+        "training_seconds": window[1] - window[0] if window else None,
+        "time_left_seconds": _time_left(run),
+        "rates": rates(run),
+        "results": results(run),
+        "workers": workers,
+        "stages": stage_rows(run),
+        "queues": queue_rows(run.queues),
+        "gpus": gpu_rows(run.gpus),
+        "memory": memory_rows(run),
+        "prediction": run.prediction,
+        "plan": plan_summary(run),
+        "late": [line for line in run.events if line.get("kind") in ("late", "warm_up", "restart", "sink_failed", "bad_rows")],
+        "torn_lines": run.torn_lines,
+    }
+
+
+def verdict_figures(verdict: Verdict) -> dict[str, Any]:
+    """The verdict as plain values."""
+    return asdict(verdict)
+
+
+def rates(run: RunData) -> dict[str, float | None]:
+    """Tokens, anchors and steps per second while steps were made, without the first few; predicted beside measured."""
+    ramp = min(RAMP_STEPS, int(len(run.train) * RAMP_SHARE), max(0, len(run.train) - 1))
+    seconds = column(run.train[ramp:], "seconds")
+    total = float(np.nansum(seconds))
+    rate: dict[str, float | None] = {}
+    for name in ("context_tokens", "supervised_tokens", "anchors"):
+        counted = float(np.nansum(column(run.train[ramp:], name)))
+        rate[f"{name}_per_second"] = counted / total if total else None
+    rate["seconds_per_step"] = float(np.nanmedian(seconds)) if np.isfinite(seconds).any() else None
+    predicted = ((run.prediction or {}).get("throughput") or {}).get("tokens_per_second")
+    rate["predicted_tokens_per_second"] = predicted
+    return rate
+
+
+def results(run: RunData) -> dict[str, Any]:
+    """Loss and acceptance at the end of training, and of validations the first, best and last."""
+    last = max(1, int(len(run.train) * LAST_SHARE))
+    found: dict[str, Any] = {
+        "steps_averaged": min(last, len(run.train)),
+        "loss": _mean(column(run.train[-last:], "loss")),
+        "acceptance_length": _mean(column(run.train[-last:], "acceptance_length")),
+        "accuracy": _mean(column(run.train[-last:], "accuracy")),
+        "skipped_steps": sum(bool(line.get("skipped")) for line in run.train),
+        "bad_rows": int(np.nansum(column(run.train, "bad_rows"))),
+        "context_tokens": int(np.nansum(column(run.train, "context_tokens"))),
+        "anchors": int(np.nansum(column(run.train, "anchors"))),
+        "validation": None,
+    }
+    lengths = [(line["step"], line.get("acceptance_length")) for line in run.validations]
+    known = [(step, length) for step, length in lengths if length is not None]
+    if known:
+        best = max(known, key=lambda pair: pair[1])
+        named = {"first": known[0], "best": best, "last": known[-1]}
+        found["validation"] = {name: {"step": step, "acceptance_length": value} for name, (step, value) in named.items()}
+    return found
+
+
+def queue_rows(queues: Samples) -> list[dict[str, Any]]:
+    """One row a drafter rank: percentiles of packs and bytes that are ready, and shares of samples at empty and at full."""
+    rows = []
+    for rank in np.unique(queues["rank"][np.isfinite(queues["rank"])]):
+        of_rank = queues.where("rank", float(rank))
+        ready, free, slots = of_rank["ready"], of_rank["free"], of_rank["slots"]
+        row: dict[str, Any] = {"rank": int(rank), "samples": len(of_rank), "slots": _last(slots), "ready_mean": _mean(ready)}
+        for percent in (10, 50, 90):
+            row[f"ready_p{percent}"] = _percentile(ready, percent)
+            row[f"ready_bytes_p{percent}"] = _percentile(of_rank["ready_bytes"], percent)
+        row["issued_mean"] = _mean(of_rank["issued"])
+        row["share_empty"] = float(np.mean(ready == 0))
+        row["share_full"] = float(np.mean(free == 0))
+        rows.append(row)
+    return rows
+
+
+def gpu_rows(gpus: Samples) -> list[dict[str, Any]]:
+    """One row a GPU: means of what its driver measured, and the most memory that was in use."""
+    rows = []
+    means = ("utilisation", "sm_active", "tensor_active", "power_watts", "pcie_tx_bytes_per_second", "pcie_rx_bytes_per_second")
+    for gpu in np.unique(gpus["gpu"][np.isfinite(gpus["gpu"])]):
+        of_gpu = gpus.where("gpu", float(gpu))
+        row: dict[str, Any] = {"gpu": int(gpu), "samples": len(of_gpu)}
+        row |= {name: _mean(of_gpu[name]) for name in means}
+        row["memory_bytes_most"] = _percentile(of_gpu["memory_bytes"], 100)
+        row["memory_bytes_total"] = _last(of_gpu["memory_total_bytes"])
+        rows.append(row)
+    return rows
+
+
+def memory_rows(run: RunData) -> list[dict[str, Any]]:
+    """Predicted and measured bytes of each process that was predicted: on its GPU, else as resident in the host's memory."""
+    rows = []
+    for predicted in (run.prediction or {}).get("memory") or []:
+        gpu = next((s.gpu for s in run.spans.values() if (s.role, s.rank) == (predicted["role"], predicted["rank"])), None)
+        measured, where = None, None
+        if gpu is not None and len(of_gpu := run.gpus.where("gpu", gpu)):
+            measured, where = _percentile(of_gpu["memory_bytes"], 100), f"GPU {gpu}"
+        elif gpu is None and predicted["role"] != "target" and run.train and predicted["rank"] == 0:
+            measured, where = _percentile(column(run.train, "memory_bytes"), 100), "host"
+        rows.append({**predicted, "measured_bytes": measured, "where": where})
+    return rows
+
+
+def plan_summary(run: RunData) -> dict[str, Any] | None:
+    """What the schedule says of itself: fills, tokens, refusals, mixing."""
+    path = RunFolder(run.root).schedule / "schedule.json"
+    try:
+        summary = json.loads(path.read_text("utf-8"))["summary"]
+    except (FileNotFoundError, ValueError, KeyError):
+        return None
+    return dict(summary)
+
+
+def _steps_done(run: RunData) -> int:
+    return max([int(run.state.get("step") or 0), *(line["step"] + 1 for line in run.train[-1:])])
+
+
+def _time_left(run: RunData) -> float | None:
+    """Seconds to the last step at the pace of the newest steps; none when the run is over or has no pace yet."""
+    steps = run.state.get("steps")
+    seconds = column(run.train[-RAMP_STEPS:], "seconds")
+    if run.ended or steps is None or not np.isfinite(seconds).any():
+        return None
+    return float(np.nanmean(seconds)) * max(0, int(steps) - _steps_done(run))
+
+
+def _mean(values: Floats) -> float | None:
+    finite = values[np.isfinite(values)]
+    return float(finite.mean()) if len(finite) else None
+
+
+def _percentile(values: Floats, percent: float) -> float | None:
+    finite = values[np.isfinite(values)]
+    return float(np.percentile(finite, percent)) if len(finite) else None
+
+
+def _last(values: Floats) -> float | None:
+    finite = values[np.isfinite(values)]
+    return float(finite[-1]) if len(finite) else None
