@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 from slipstream.config import make_recipe, read_target_info, resolve_drafter
 from slipstream.errors import PlanError
 from slipstream.plan import owned_columns, plan_memory, resolve_placement, slot_bytes
-from slipstream.plan.memory import GIB
+from slipstream.plan.memory import GIB, colocated_room
 from slipstream.plan.weights import count_target_weights
 from slipstream.transport.layout import SlotLayout
 
@@ -80,7 +80,14 @@ def item(process, name: str) -> int:
 
 @pytest.mark.parametrize("last_hidden", [False, True])
 @pytest.mark.parametrize(
-    ("tokens", "taps", "hidden", "dtype"), [(128, 5, 64, "bfloat16"), (384, 3, 6, "float32"), (128, 1, 5, "bfloat16")]
+    ("tokens", "taps", "hidden", "dtype"),
+    [
+        (128, 5, 64, "bfloat16"),
+        (384, 3, 6, "float32"),
+        (128, 1, 5, "bfloat16"),
+        (128, 5, 64, "float8_e4m3"),
+        (384, 3, 7, "float8_e4m3"),
+    ],
 )
 def test_a_slot_is_as_large_as_the_transport_makes_it(tokens, taps, hidden, dtype, last_hidden):
     layout = SlotLayout(pack_tokens=tokens, num_taps=taps, hidden_size=hidden, dtype=dtype, last_hidden=last_hidden)
@@ -118,7 +125,8 @@ def test_items_are_the_sizes_of_the_tensors(target):
     layer = sum(int(np.prod(shape)) for shape in LAYER.values())
     # Taps are spread over layers 1 to 5, so layers 0 to 5 are kept.
     assert item(runs_target, "target weights") == (256 * 64 + 6 * layer) * 2
-    weights = 2 * (layer + 2 * 16) + 3 * 64 * 64 + 2 * 64
+    # two norms of heads a layer, 16 wide, take 64 elements each
+    weights = 2 * (layer + 2 * 64) + 3 * 64 * 64 + 2 * 64
     assert item(drafter, "drafter weights") == weights * 2
     assert item(drafter, "master weights, two moments, gradient sum") == weights * 16
     assert item(drafter, "frozen embedding") == item(drafter, "frozen head") == 256 * 64 * 2
@@ -131,12 +139,19 @@ def test_items_are_the_sizes_of_the_tensors(target):
     assert memory.total_bytes("split") == runs_target.peak_bytes + drafter.peak_bytes + memory.host_slot_bytes
 
 
-def test_the_peak_is_the_larger_of_start_and_training(target):
-    plain, answering = memory_of(target).of("split")[0], memory_of(target, validation={"prompts": "x.jsonl"}).of("split")[0]
-    whole = item(answering, "whole target, for validation answers")
-    assert whole > item(answering, "target weights")
-    cache = item(answering, "key-value cache of answers")
-    assert answering.peak_bytes == max(plain.peak_bytes, whole + cache)
+def test_fp32_masters_are_the_weights_themselves(target):
+    drafter = memory_of(target, drafter={"dtype": "float32"}).of("split")[1]
+    assert item(drafter, "drafter weights") == 0
+
+
+def test_answering_is_a_process_of_its_own_before_all_others(target):
+    plain, answering = memory_of(target), memory_of(target, validation={"prompts": "x.jsonl", "max_new_tokens": 4096})
+    for mode in ("split", "colocated"):
+        process = answering.of(mode)[-1]
+        assert process.role == "answers"
+        assert item(process, "whole target") > item(answering.of("split")[0], "target weights")
+        assert process.peak_bytes > plain.total_bytes(mode)
+        assert answering.total_bytes(mode) == process.peak_bytes
 
 
 def test_kernels_without_a_dense_mask_do_not_pay_for_one(target):
@@ -144,6 +159,37 @@ def test_kernels_without_a_dense_mask_do_not_pay_for_one(target):
     assert not [name for name in names if "mask" in name]
     dense = memory_of(target, device="cuda", drafter={"attention": "sdpa"}).of("split")[1]
     assert item(dense, "attention masks") == 256 * 512 * 3
+
+
+def test_device_slots_of_each_role(target):
+    memory = memory_of(target, device="cuda")
+    slot = memory.slot_nbytes
+    colocated, runs_target, drafter = memory.processes
+    assert item(runs_target, "device slots") == 2 * slot
+    assert item(drafter, "device buffers of packs") == 3 * slot
+    assert item(colocated, "slots on the device") == 2 * slot
+    recipe, info = recipe_of(target), read_target_info(str(target))
+    shape = resolve_drafter(recipe=recipe, info=info)
+    arguments = {"recipe": recipe, "info": info, "shape": shape, "schedule_slots_per_column": 3, "device": "cuda"}
+    with_guest = plan_memory(**arguments, validation_slots=4)
+    assert item(with_guest.of("split")[1], "device buffers of packs") == 4 * slot
+    assert item(with_guest.of("colocated")[0], "slots on the device") == 6 * slot
+    room = colocated_room(recipe=recipe, info=info, shape=shape, gpu_memory_bytes=2 * GIB)
+    without = 2 * GIB * 0.95 - room
+    just = int((without + 2 * slot) / 0.95) + 1
+    assert item(plan_memory(**arguments, gpu_memory_bytes=just).of("colocated")[0], "slots on the device") == 2 * slot
+    small = plan_memory(**arguments, gpu_memory_bytes=just - slot).of("colocated")[0]
+    assert item(small, "device slots") + item(small, "device buffers of packs") == 5 * slot
+
+
+def test_only_one_moment_s_parts_count_at_a_time(target):
+    drafter = memory_of(target, device="cuda", objective={"chunk_rows": 16}).of("split")[1]
+    wide = memory_of(target, device="cuda", objective={"chunk_rows": 256}).of("split")[1]
+    assert item(wide, "logits of a chunk") == 16 * item(drafter, "logits of a chunk")
+    assert drafter.peak_bytes == sum(entry.nbytes for entry in drafter.at_peak())
+    assert drafter.training_bytes <= drafter.peak_bytes
+    names = {entry.name for entry in drafter.at_peak()}
+    assert not {"logits of a chunk", "gradients inside an MLP"} <= names
 
 
 def test_the_number_of_ranks_does_not_change_the_slots(target):
@@ -169,13 +215,32 @@ def test_a_machine_too_small_is_refused(target):
     memory.check_machine(placement="split", memory_bytes=memory.total_bytes("split"))
     with pytest.raises(PlanError, match=r"placement.mode = 'split'"):
         memory.check_machine(placement="split", memory_bytes=memory.total_bytes("split") - 1)
+
+
+def test_a_gpu_too_small_is_refused_with_the_biggest_part_and_its_key(target):
+    memory = memory_of(target, device="cuda")
     placement = resolve_placement(
         placement=recipe_of(target, placement={"mode": "split"}).placement, device="cuda", num_devices=1
     )
-    together = sum(process.peak_bytes for process in memory.of("split"))
+    together = sum(process.device_bytes for process in memory.of("split"))
     memory.check_gpus(placement=placement, gpu_memory_bytes=[together])
-    with pytest.raises(PlanError, match="GPU 0 has"):
+    memory.check_gpus(placement=placement, gpu_memory_bytes=[None])
+    with pytest.raises(PlanError, match="GPU 0 has") as refused:
         memory.check_gpus(placement=placement, gpu_memory_bytes=[together - 1])
+    biggest = max(memory.of("split"), key=lambda process: process.device_bytes).at_peak()[0]
+    assert biggest.name in str(refused.value)
+    assert "lower " in str(refused.value)
+
+
+def test_a_target_that_answers_must_fit_alone(target):
+    memory = memory_of(target, device="cuda", validation={"prompts": "x.jsonl", "max_new_tokens": 8192, "batch_size": 64})
+    placement = resolve_placement(
+        placement=recipe_of(target, placement={"mode": "split"}).placement, device="cuda", num_devices=2
+    )
+    answering = memory.of("split")[-1].device_bytes
+    memory.check_gpus(placement=placement, gpu_memory_bytes=[answering, answering])
+    with pytest.raises(PlanError, match=r"GPU 0 has .*\(answers\).*validation.batch_size"):
+        memory.check_gpus(placement=placement, gpu_memory_bytes=[answering - 1, answering])
 
 
 def test_columns_are_shared_out_evenly_or_refused_with_the_nearest_counts():

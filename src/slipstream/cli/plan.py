@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from slipstream.config import Recipe
-    from slipstream.launch.preflight import Preflight
+    from slipstream.launch.resources import Resources
     from slipstream.plan import MemoryPlan, Placement, PlanSummary, Schedule
 
 _GIB = 2**30
@@ -30,6 +30,7 @@ def plan(
     """
     from slipstream.config import load_recipe
     from slipstream.launch.preflight import preflight
+    from slipstream.launch.resources import Resources
     from slipstream.runfolder import RunFolder
 
     resolved = load_recipe(recipe, overrides=overrides or ())
@@ -38,12 +39,13 @@ def plan(
     flight = preflight(resolved, resume=started)
     schedule = _schedule(resolved)
     placement = flight.placement
-    memory = _memory(flight=flight, schedule=schedule)
+    resources = Resources.of(flight)
+    memory = resources.plan_memory(slots_per_column=schedule.slots_per_column, validation_slots=0)
     if as_json:
         typer.echo(json.dumps(_as_dict(schedule=schedule, memory=memory, placement=placement), indent=1))
     else:
-        _print_all(recipe=resolved, schedule=schedule, memory=memory, placement=placement)
-    _refuse(memory=memory, placement=placement, device=flight.device)
+        _print_all(recipe=resolved, schedule=schedule, memory=memory, resources=resources)
+    resources.check_memory(memory)
 
 
 def _schedule(recipe: Recipe) -> Schedule:
@@ -53,34 +55,6 @@ def _schedule(recipe: Recipe) -> Schedule:
     store = CorpusStore.open(Path(recipe.corpus.path))
     index = CorpusIndex(num_tokens=store.num_tokens, num_anchors=store.num_anchors, fingerprint=store.meta.fingerprint)
     return make_schedule(index=index, plan=recipe.plan, block_size=recipe.drafter.block_size)
-
-
-def _memory(*, flight: Preflight, schedule: Schedule) -> MemoryPlan:
-    from slipstream.plan import plan_memory
-
-    return plan_memory(
-        recipe=flight.recipe,
-        info=flight.info,
-        shape=flight.shape,
-        schedule_slots_per_column=schedule.slots_per_column,
-        device=flight.device,
-    )
-
-
-def _refuse(*, memory: MemoryPlan, placement: Placement, device: str) -> None:
-    from slipstream.device.limits import available_memory
-
-    memory.check_host_slots()
-    if device == "cpu":
-        memory.check_machine(placement=placement.mode, memory_bytes=available_memory())
-    else:
-        memory.check_gpus(placement=placement, gpu_memory_bytes=_gpu_bytes())
-
-
-def _gpu_bytes() -> list[int]:
-    import torch
-
-    return [torch.cuda.get_device_properties(index).total_memory for index in range(torch.cuda.device_count())]
 
 
 def _as_dict(*, schedule: Schedule, memory: MemoryPlan, placement: Placement) -> dict[str, Any]:
@@ -95,21 +69,28 @@ def _as_dict(*, schedule: Schedule, memory: MemoryPlan, placement: Placement) ->
             "bytes": memory.host_slot_bytes,
             "allowed_bytes": memory.host_memory_bytes,
         },
-        "processes": [asdict(process) | {"peak_bytes": process.peak_bytes} for process in memory.processes],
+        "processes": [
+            asdict(process)
+            | {"peak_bytes": process.peak_bytes, "peak_moment": process.peak_moment, "device_bytes": process.device_bytes}
+            for process in memory.processes
+        ],
     }
 
 
-def _print_all(*, recipe: Recipe, schedule: Schedule, memory: MemoryPlan, placement: Placement) -> None:
+def _print_all(*, recipe: Recipe, schedule: Schedule, memory: MemoryPlan, resources: Resources) -> None:
     from rich.console import Console
 
     console = Console(highlight=False)
     _print_schedule(schedule=schedule, name=recipe.name, console=console)
     for mode in ("split", "colocated"):
-        _print_memory(memory=memory, mode=mode, chosen=placement.mode, console=console)
+        _print_memory(memory=memory, mode=mode, chosen=resources.flight.placement.mode, console=console)
     console.print(
         f"slots: {memory.num_slots} of {_mib(memory.slot_nbytes)} MiB = {memory.host_slot_bytes / _GIB:.2f} GiB of host; "
         f"{memory.host_memory_bytes / _GIB:.2f} GiB allowed (placement.host_memory_gb)"
     )
+    for gpu in resources.gpus:
+        size = "the driver does not say how large: not checked" if gpu.memory_bytes is None else _gib(gpu.memory_bytes)
+        console.print(f"GPU {gpu.index}: {gpu.name or 'without a name'}, {size}")
 
 
 def _print_schedule(*, schedule: Schedule, name: str, console: Console) -> None:
@@ -156,12 +137,19 @@ def _print_memory(*, memory: MemoryPlan, mode: Literal["split", "colocated"], ch
     for process in memory.of(mode):
         label = f"{process.count} x {process.role}"
         for item in process.items:
-            when = {"always": "", "start": " (before step 1)", "train": ""}[item.phase]
+            when = "" if item.held(process.peak_moment) else f" (not then: {', '.join(item.moments)})"
             table.add_row(label, item.name + when, _mib(item.nbytes), item.formula)
             label = ""
-        table.add_row("", "peak", _mib(process.peak_bytes), f"on {process.device}", style="bold", end_section=True)
+        outside = process.device_bytes - process.peak_bytes
+        besides = f", and about {_mib(outside)} of the driver's" if outside else ""
+        told = f"{process.peak_moment}; on {process.device}{besides}"
+        table.add_row("", "peak", _mib(process.peak_bytes), told, style="bold", end_section=True)
     console.print(table)
 
 
 def _mib(nbytes: int) -> str:
     return f"{nbytes / 2**20:,.1f}"
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / _GIB:.1f} GiB"

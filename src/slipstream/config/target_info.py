@@ -78,6 +78,10 @@ class TargetInfo:
     eos_token_ids: tuple[int, ...]
     pad_token_id: int | None
     weights: Literal["saved", "random"] = "saved"
+    delta_net: DeltaNet | None = None
+    """Of its linear-attention layers, where there are any and `config.json` gives their dimensions."""
+    attention_gate: bool = False
+    """Whether attention gates its output, by a second half of the query projection."""
 
     @property
     def is_hybrid(self) -> bool:

@@ -16,7 +16,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from slipstream.device.allocated import allocated_memory
+from slipstream.device.numa import Binding, bind_process
 from slipstream.errors import SlipstreamError
+from slipstream.launch.kernel_cache import tuned_kernels
 from slipstream.observe import Account, WorkerFacts, open_account
 from slipstream.runfolder import RunFolder
 from slipstream.transport.connections import connection_from_fd
@@ -66,7 +69,9 @@ def main() -> int:
     descriptors: dict[str, int] = job["descriptors"]
     if "lock" in descriptors:  # held by being open, in this process and in no other that it may start
         os.set_inheritable(descriptors["lock"], False)
+    _bind(job)
     control = Control(connection_from_fd(descriptors["control"]))
+    tuned = tuned_kernels(os.environ)
     try:
         with _account(job) as account:
             from slipstream.device.threads import set_threads
@@ -82,8 +87,26 @@ def main() -> int:
         log.exception("unexpected")
         control.report("failed", {"kind": type(error).__name__, "message": traceback.format_exc(limit=-6)})
         return 1
-    control.report("done", result)
+    control.report("done", {**result, **_memory()})
+    if job["gpu"] is not None:
+        now = tuned_kernels(os.environ)
+        log.info("kernels tuned since this process began: %d; found in the cache: %d", now - tuned, tuned)
     return 0
+
+
+def _bind(job: dict[str, Any]) -> None:
+    """Stay next to this process's GPU, before anything that lasts is touched."""
+    binding = job.get("binding")
+    if binding is not None:
+        log.info("bound to %s", bind_process(Binding.of_job(binding)))
+    elif job["gpu"] is not None:
+        log.info("not bound to cores: sysfs names no NUMA node for GPU %d", job["gpu"])
+
+
+def _memory() -> dict[str, Any]:
+    """What the process took of its GPU at most."""
+    found = allocated_memory()
+    return {} if found is None else {"memory": found.as_dict()}
 
 
 def _account(job: dict[str, Any]) -> AbstractContextManager[Account]:

@@ -21,20 +21,20 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.config import dump_recipe
-from slipstream.device.limits import available_memory
+from slipstream.device.numa import prefer_node
 from slipstream.device.shared import SharedMemory
-from slipstream.device.threads import share_threads
 from slipstream.errors import Interrupted, PlanError, PreflightError, WorkerFailed
-from slipstream.launch.allocator import allocator_settings
 from slipstream.launch.lock import RunLock
 from slipstream.launch.planning import RunPlan, open_run_plan, slot_layout, write_schedule
+from slipstream.launch.prediction import write_memory
 from slipstream.launch.preflight import Preflight, check_run_folder
 from slipstream.launch.processes import Child, start_child
+from slipstream.launch.resources import Resources
 from slipstream.launch.resume import check_same_recipe, finished_steps
 from slipstream.launch.runbook import RunBook
 from slipstream.launch.sampling import sampled_gpus, sampled_queues
 from slipstream.launch.supervisor import Supervisor
-from slipstream.plan import Schedule, plan_memory
+from slipstream.plan import Schedule
 from slipstream.trainer.checkpoint import latest, read_cursor
 from slipstream.transport.broker import Broker
 from slipstream.transport.connections import connection_pair
@@ -74,8 +74,9 @@ def train_run(*, flight: Preflight, given: str | None = None, on_report: Report 
         book = RunBook(folder=folder, recipe=recipe, on_report=on_report)
         book.state("starting")
         try:
+            resources = Resources.of(flight)
             with sampled_gpus(flight):
-                return _Run(flight=flight, given=given, book=book, lock=lock).run()
+                return _Run(flight=flight, given=given, book=book, lock=lock, resources=resources).run()
         except (Interrupted, KeyboardInterrupt) as error:
             book.state("interrupted", cause=str(error) or type(error).__name__)
             raise
@@ -94,6 +95,7 @@ class _Run:
     given: str | None
     book: RunBook
     lock: RunLock
+    resources: Resources
     memories: list[SharedMemory] = field(default_factory=list)
     broker: Broker | None = None
     checkpoint: Path | None = None
@@ -106,7 +108,7 @@ class _Run:
         self.book.begin(start_step=start_step, num_steps=schedule.num_steps)
         self._answer_validation_prompts()
         plan = open_run_plan(recipe=recipe, folder=folder, ranks=recipe.placement.drafter_ranks, start_step=start_step)
-        self._check_memory(slots_per_column=schedule.slots_per_column, validation_slots=len(plan.validation))
+        self._plan_memory(schedule, validation_slots=len(plan.validation))
         began = time.monotonic()
         with ExitStack() as stack:
             rendezvous = folder.root / f".rendezvous-{uuid.uuid4().hex}"
@@ -131,8 +133,14 @@ class _Run:
         if not self.flight.resume:
             shutil.rmtree(folder.schedule, ignore_errors=True)
         schedule = write_schedule(recipe=recipe, folder=folder)
-        self._check_memory(slots_per_column=schedule.slots_per_column, validation_slots=0)
+        self._plan_memory(schedule, validation_slots=0)
         return schedule
+
+    def _plan_memory(self, schedule: Schedule, *, validation_slots: int) -> None:
+        """Refuse a run that cannot fit, before any weight loads; put down what one that fits is to take."""
+        memory = self.resources.plan_memory(slots_per_column=schedule.slots_per_column, validation_slots=validation_slots)
+        self.resources.check_memory(memory)
+        write_memory(self.flight.folder.prediction, plan=memory, placement=self.flight.placement)
 
     def _start_step(self, schedule: Schedule) -> int:
         if not self.flight.resume:
@@ -149,7 +157,7 @@ class _Run:
         folder.recipe.write_text(dump_recipe(self.flight.recipe))
         if self.given is not None:
             folder.recipe_given.write_text(self.given)
-        _record_environment(folder.environment)
+        _record_environment(folder.environment, numa=self.resources.describe_binding())
 
     def _supervise(self, *, plan: RunPlan, rendezvous: Path) -> dict[str, Any]:
         split = self.flight.placement.mode == "split"
@@ -171,9 +179,7 @@ class _Run:
                 close_broker=self._close_broker,
             )
             slot_bytes = self._layout().nbytes
-            with sampled_queues(
-                self.broker, folder=self.flight.folder, book=self.book, plan=plan, slot_bytes=slot_bytes
-            ):
+            with sampled_queues(self.broker, folder=self.flight.folder, book=self.book, plan=plan, slot_bytes=slot_bytes):
                 return supervisor.run()
         finally:
             self._close_broker("the run is over", None)
@@ -192,11 +198,12 @@ class _Run:
                 "role": "drafter" if split else "colocated",
                 "rank": rank,
                 "gpu": self.gpu(role="drafter", index=rank),
+                "binding": self.resources.job_binding(role="drafter", index=rank),
             },
             descriptors=descriptors,
             log=self.flight.folder.logs / f"{name}.log",
-            threads=self.threads(role="drafter"),
-            environment=self.environment(role="drafter", index=rank),
+            threads=self.resources.threads(role="drafter", index=rank),
+            environment=self.resources.environment(role="drafter", index=rank),
         )
         if split:
             assert self.broker is not None
@@ -212,11 +219,16 @@ class _Run:
         folder.validation.mkdir(exist_ok=True)
         child = start_child(
             name="answers",
-            job={"role": "answers", "gpu": self.gpu(role="target", index=0), **self._shared_job()},
+            job={
+                "role": "answers",
+                "gpu": self.gpu(role="target", index=0),
+                "binding": self.resources.job_binding(role="target", index=0),
+                **self._shared_job(),
+            },
             descriptors={"lock": self.lock.fd},
             log=folder.logs / "answers.log",
             threads=os.cpu_count() or 1,
-            environment=self.environment(role="target", index=0),
+            environment=self.resources.environment(role="target", index=0),
         )
         supervisor = Supervisor(
             drafters=[child],
@@ -250,7 +262,13 @@ class _Run:
         return slot_layout(recipe=self.flight.recipe, shape=self.flight.shape, info=self.flight.info)
 
     def _make_memories(self, plan: RunPlan) -> None:
+        """A pool for each drafter rank, its pages to be next to the rank's GPU whoever touches them first."""
         self.memories = [SharedMemory.create(self._layout().nbytes * plan.num_slots(rank)) for rank in range(plan.ranks)]
+        for rank, memory in enumerate(self.memories):
+            binding = self.resources.binding(role="drafter", index=rank)
+            refused = None if binding is None else prefer_node(memory.mapping, binding.node)
+            if refused is not None:
+                log.warning("slots of drafter rank %d lie where they are touched first: mbind: %s", rank, refused)
 
     def _close_memories(self) -> None:
         for memory in self.memories:
@@ -260,46 +278,10 @@ class _Run:
         if self.broker is not None:
             self.broker.close(reason=reason, lost=lost)
 
-    def _check_memory(self, *, slots_per_column: int, validation_slots: int) -> None:
-        """Refuse a run that cannot fit, before any weight loads."""
-        flight = self.flight
-        memory = plan_memory(
-            recipe=flight.recipe,
-            info=flight.info,
-            shape=flight.shape,
-            schedule_slots_per_column=slots_per_column,
-            validation_slots=validation_slots,
-            device=flight.device,
-        )
-        memory.check_host_slots()
-        if flight.device == "cpu":
-            memory.check_machine(placement=flight.placement.mode, memory_bytes=available_memory())
-
-    def threads(self, *, role: str) -> int:
-        """CPU threads of one process of a role: as the recipe says, else the cores shared out evenly."""
-        section = self.flight.recipe.placement
-        share = share_threads(
-            target_workers=section.target_workers if self.flight.placement.mode == "split" else 0,
-            drafter_ranks=section.drafter_ranks,
-            target_threads=section.target_threads,
-            drafter_threads=section.drafter_threads,
-        )
-        return share.target if role == "target" else share.drafter
-
     def gpu(self, *, role: str, index: int) -> int | None:
         """The GPU of a process of a role, by its index among the visible ones; none on a CPU."""
         processes = [p for p in self.flight.placement.processes if p.role in (role, "colocated")]
         return processes[index].gpu
-
-    def environment(self, *, role: str, index: int) -> dict[str, str]:
-        """GPU and allocator settings of a process, or where there is none, the interface that ranks on one host meet on."""
-        if self.flight.device == "cpu":
-            return {"CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
-        gpu = self.gpu(role=role, index=index)
-        assert gpu is not None
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        chosen = visible.split(",")[gpu].strip() if visible else str(gpu)
-        return {"CUDA_VISIBLE_DEVICES": chosen, **allocator_settings(role=role, environ=os.environ)}
 
 
 @dataclass(slots=True)
@@ -323,11 +305,12 @@ class _TargetStarter:
                 "rank": index,
                 "attempt": attempt,
                 "gpu": self.run.gpu(role="target", index=index),
+                "binding": self.run.resources.job_binding(role="target", index=index),
             },
             descriptors={"lock": self.run.lock.fd, "transport": theirs.fileno(), **memories},
             log=self.run.flight.folder.logs / f"{name}.log",
-            threads=self.run.threads(role="target"),
-            environment=self.run.environment(role="target", index=index),
+            threads=self.run.resources.threads(role="target", index=index),
+            environment=self.run.resources.environment(role="target", index=index),
         )
         theirs.close()
         self.names[index] = f"{name}.{attempt}"
@@ -363,7 +346,7 @@ def _cursor_step(checkpoint: Path, *, digest: str) -> int:
     return cursor.step
 
 
-def _record_environment(path: Path) -> None:
+def _record_environment(path: Path, *, numa: Mapping[str, str]) -> None:
     """Append what this start ran on."""
     versions: dict[str, str | None] = {}
     for name in VERSIONS_OF:
@@ -378,6 +361,7 @@ def _record_environment(path: Path) -> None:
         "system": platform.platform(),
         "cores": os.cpu_count(),
         "disk_free_bytes": shutil.disk_usage(path.parent).free,
+        "numa": dict(numa),
         "versions": versions,
     }
     with path.open("a") as file:

@@ -15,7 +15,7 @@ import torch
 from slipstream.config import DrafterShape, Recipe, TargetInfo
 from slipstream.device.streams import CudaStreams
 from slipstream.launch.planning import RunPlan
-from slipstream.plan.memory import plan_memory
+from slipstream.plan.memory import DRAFTER_BUFFERS, TARGET_SLOTS, colocated_room
 from slipstream.transport.arrivals import Buffer
 from slipstream.transport.device_inline import Berth, DeviceInline
 from slipstream.transport.host_slots import lock_slots
@@ -29,13 +29,6 @@ from slipstream.transport.staged import StagedSink, StagedSource
 from slipstream.transport.staged_inline import StagedInline
 
 log = logging.getLogger(__name__)
-
-TARGET_SLOTS = 2
-"""Device slots of a target: one is written while the other is copied out."""
-DRAFTER_BUFFERS = 3
-"""Device buffers of a drafter: one is trained on, one is there, one is being copied."""
-RESERVE = 0.05
-"""Share of a GPU that is left alone when slots are placed on it: the driver's own, and what the plan cannot know."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +135,8 @@ def gpu_inline(
     order = [order for order in plan.orders() if order.rank == rank]
     on_device = two_slots(order) if recipe.plan.replays == 1 else order
     num_slots = 1 + max(pack.slot for pack in on_device)
-    room = _room(gpu, recipe=recipe, info=info, shape=shape, plan=plan)
+    total = torch.cuda.get_device_properties(gpu.device).total_memory
+    room = colocated_room(recipe=recipe, info=info, shape=shape, gpu_memory_bytes=total)
     if num_slots * layout.nbytes <= room:
         log.info("%d slots of %.3f GiB on the device", num_slots, layout.nbytes / 2**30)
         return DeviceInline(
@@ -190,18 +184,3 @@ def _slots_in_order(plan: RunPlan, rank: int) -> list[int]:
 def _guest(gpu: Gpu, *, layout: SlotLayout, plan: RunPlan, rank: int) -> Buffer | None:
     """The buffer of kept packs, where a rank has any."""
     return gpu.buffers(layout, 1)[0] if rank == 0 and plan.validation else None
-
-
-def _room(gpu: Gpu, *, recipe: Recipe, info: TargetInfo, shape: DrafterShape, plan: RunPlan) -> int:
-    """Bytes that the plan of a colocated process leaves on this GPU."""
-    planned = plan_memory(
-        recipe=recipe,
-        info=info,
-        shape=shape,
-        schedule_slots_per_column=plan.schedule.slots_per_column,
-        validation_slots=len(plan.validation),
-        device="cuda",
-    )
-    (process,) = planned.of("colocated")
-    total = torch.cuda.get_device_properties(gpu.device).total_memory
-    return int(total * (1 - RESERVE)) - process.peak_bytes

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from slipstream.config import Recipe
+from slipstream.launch.prediction import compare
 from slipstream.observe import MetricLog, RunFacts, open_metric_log
 from slipstream.runfolder import RunFolder
 
@@ -65,6 +66,8 @@ class RunBook:
                 "%s: %d hidden rows were not finite and were trained on as 0; see metrics of kind bad_rows", worker, rows
             )
             self._write({"kind": "bad_rows", "step": self._state["step"], "worker": worker, "rows": rows})
+        if kind == "done" and "memory" in payload:
+            self._write({"kind": "memory", "step": self._state["step"], **compare(self._folder.prediction, worker, payload)})
         elif kind == "failed":
             log.error("%s failed: %s: %s", worker, payload["kind"], payload["message"])
         if self._on_report is not None:

@@ -1,7 +1,7 @@
-"""Memory of every process, by closed form, before anything loads. Bytes; a GiB is 2**30.
+"""Memory of every process of a run, part by part, before anything loads; and what a machine or a GPU has too little for.
 
-Letters: T context tokens · N anchors · B block size · Q = N B queries · K taps · D hidden size · V vocabulary · F width
-of an MLP · H, G query and key heads · h width of a head.
+The parts are in `memory_target` and `memory_drafter`. On CUDA they add up to what torch's allocator hands out at most; what
+the driver takes for itself is a part of its own.
 """
 
 from __future__ import annotations
@@ -12,45 +12,58 @@ from typing import Literal
 
 from slipstream.config import DrafterShape, Recipe, TargetInfo
 from slipstream.errors import PlanError
+from slipstream.plan.memory_drafter import DrafterLoad, drafter_items
+from slipstream.plan.memory_items import BEFORE_TRAINING, BYTES, GIB, MIB, MemoryItem, Moment, peak_moment, slot_bytes
+from slipstream.plan.memory_target import TargetLoad, answering_items, target_items
 from slipstream.plan.placement import Placement
-from slipstream.plan.weights import TargetWeights, count_target_weights
+from slipstream.plan.weights import count_target_weights
 
-GIB = 2**30
-BYTES = {"bfloat16": 2, "float32": 4}
-_FP32 = 4
-_ALIGNMENT_BYTES = 128
-_TILE_QUERIES = 128
-_SOFTMAX_ROWS_ON_CPU = 64
+__all__ = ["GIB", "MemoryItem", "MemoryPlan", "ProcessMemory", "plan_memory", "slot_bytes"]
 
-Phase = Literal["always", "start", "train"]
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryItem:
-    """One thing that takes memory. `formula` says how the bytes follow; `phase` whether only before step 1 or only after."""
-
-    name: str
-    nbytes: int
-    formula: str
-    phase: Phase = "always"
+TARGET_SLOTS = 2
+"""Device slots of a target: one is written while the other is copied out."""
+DRAFTER_BUFFERS = 3
+"""Device buffers of a drafter: one is trained on, one is there, one is being copied."""
+RESERVE = 0.05
+"""Share of a GPU that is left alone when slots are placed on it: what the allocator cannot fill, and others' use."""
+DRIVER_BYTES = 640 * MIB
+"""What a process takes of a GPU beside torch's allocator: the context, and the code of kernels. Not measured: an estimate."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessMemory:
-    """Memory of one process of a role; `count` processes of it run. `device` is where it lies."""
+    """Memory of one process of a role; `count` processes of it run. `device` is where it lies. Answering comes before all."""
 
     placement: Literal["colocated", "split"]
-    role: Literal["colocated", "target", "drafter"]
+    role: Literal["colocated", "target", "drafter", "answers"]
     count: int
     device: Literal["cpu", "cuda"]
     items: tuple[MemoryItem, ...]
 
     @property
+    def peak_moment(self) -> Moment:
+        """When most is held."""
+        return peak_moment(self.items)[0]
+
+    @property
     def peak_bytes(self) -> int:
-        """The larger of what is held before step 1 and while training."""
-        start = sum(item.nbytes for item in self.items if item.phase != "train")
-        train = sum(item.nbytes for item in self.items if item.phase != "start")
-        return max(start, train)
+        """What is held then: at the most, loading and warm-up included."""
+        return peak_moment(self.items)[1]
+
+    @property
+    def training_bytes(self) -> int:
+        """The most that is held after warm-up."""
+        return peak_moment(self.items, without=BEFORE_TRAINING)[1]
+
+    @property
+    def device_bytes(self) -> int:
+        """What the process takes of its GPU, or of host memory: the peak, and on a GPU the driver's part."""
+        return self.peak_bytes + (DRIVER_BYTES if self.device == "cuda" else 0)
+
+    def at_peak(self) -> tuple[MemoryItem, ...]:
+        """The parts that are held at the peak, the largest first."""
+        held = [item for item in self.items if item.held(self.peak_moment) and item.nbytes]
+        return tuple(sorted(held, key=lambda item: -item.nbytes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +81,14 @@ class MemoryPlan:
         return self.num_slots * self.slot_nbytes
 
     def of(self, placement: Literal["colocated", "split"]) -> tuple[ProcessMemory, ...]:
-        """The processes of one placement."""
+        """The processes of one placement; the one that answers, if there is one, is over when the others start."""
         return tuple(process for process in self.processes if process.placement == placement)
 
     def total_bytes(self, placement: Literal["colocated", "split"]) -> int:
         """All processes of a placement at their peaks, and the slots: what one host holds when they all run on its CPU."""
-        return sum(process.count * process.peak_bytes for process in self.of(placement)) + self.host_slot_bytes
+        training = sum(process.count * process.peak_bytes for process in self.of(placement) if process.role != "answers")
+        answering = sum(process.peak_bytes for process in self.of(placement) if process.role == "answers")
+        return max(training + self.host_slot_bytes, answering)
 
     def check_host_slots(self) -> None:
         """Raise `PlanError` when the slots need more than `placement.host_memory_gb`."""
@@ -97,24 +112,17 @@ class MemoryPlan:
                 hint="lower plan.pack_tokens, plan.pack_anchors, objective.chunk_rows or drafter.num_layers",
             )
 
-    def check_gpus(self, *, placement: Placement, gpu_memory_bytes: Sequence[int]) -> None:
-        """Raise `PlanError` when the processes that share a GPU need more than it has."""
-        peaks = {process.role: process.peak_bytes for process in self.of(placement.mode)}
+    def check_gpus(self, *, placement: Placement, gpu_memory_bytes: Sequence[int | None]) -> None:
+        """Raise `PlanError` when the processes that share a GPU need more than it has. None: its size is not known."""
+        by_role = {process.role: process for process in self.of(placement.mode)}
         for gpu, available in enumerate(gpu_memory_bytes):
-            needed = sum(peaks[process.role] for process in placement.processes if process.gpu == gpu)
-            if needed > available:
-                raise PlanError(
-                    key="placement.mode",
-                    value=placement.mode,
-                    rule=f"GPU {gpu} has {available / GIB:.1f} GiB, its processes need {needed / GIB:.1f} GiB",
-                    hint="lower plan.pack_tokens, plan.pack_anchors, objective.chunk_rows or drafter.num_layers",
-                )
-
-
-def slot_bytes(*, pack_tokens: int, num_taps: int, hidden_size: int, dtype: str, last_hidden: bool = False) -> int:
-    """Bytes of one slot: hidden `[T, K, D]` and, if asked for, last hidden `[T, D]`, each rounded up to 128."""
-    row = pack_tokens * hidden_size * BYTES[dtype]
-    return _aligned(row * num_taps) + (_aligned(row) if last_hidden else 0)
+            here = [by_role[process.role] for process in placement.processes if process.gpu == gpu]
+            first = any(
+                process.gpu == gpu and process.rank == 0 for process in placement.processes if process.role != "drafter"
+            )
+            for together in (here, [by_role["answers"]] if first and "answers" in by_role else []):
+                if available is not None and sum(process.device_bytes for process in together) > available:
+                    raise _too_small(gpu=gpu, available=available, processes=together, mode=placement.mode)
 
 
 def plan_memory(
@@ -125,119 +133,121 @@ def plan_memory(
     schedule_slots_per_column: int,
     validation_slots: int = 0,
     device: Literal["cpu", "cuda"] = "cpu",
+    gpu_memory_bytes: int | None = None,
 ) -> MemoryPlan:
     """The memory plan of a recipe whose schedule needs so many slots a column, in both placements.
 
-    `validation_slots` are kept besides. Activations are estimates from what the layers must keep; weights, optimizer state
-    and slots are exact.
+    `validation_slots` are kept besides. `gpu_memory_bytes` decides whether a colocated process has its slots on the device;
+    if it is not known, they are taken to fit. Activations on a CPU are estimates; all else is exact.
     """
-    weights = count_target_weights(info)
-    start, train = _target_items(recipe=recipe, info=info, shape=shape, weights=weights, device=device)
-    draft = _drafter_items(recipe=recipe, info=info, shape=shape, device=device)
+    slot = slot_bytes(
+        pack_tokens=recipe.plan.pack_tokens, num_taps=shape.num_taps, hidden_size=info.hidden_size, dtype=recipe.slot_dtype
+    )
+    per_rank = recipe.plan.packs_per_step // recipe.placement.drafter_ranks * schedule_slots_per_column
+    target = target_items(target_load(recipe=recipe, info=info, shape=shape, device=device))
+    draft = drafter_items(drafter_load(recipe=recipe, info=info, shape=shape), device=device)
+    draft = (*draft, *_widened(recipe=recipe, shape=shape))
+    slots: dict[str, tuple[MemoryItem, ...]] = dict.fromkeys(("target", "drafter", "colocated"), ())
+    if device == "cuda":
+        slots["target"] = (_slots("device slots", TARGET_SLOTS, slot),)
+        slots["drafter"] = (_slots("device buffers of packs", DRAFTER_BUFFERS + bool(validation_slots), slot),)
+        passing = 2 if recipe.plan.replays == 1 else per_rank
+        free = None if gpu_memory_bytes is None else _room((*target, *draft), gpu_memory_bytes=gpu_memory_bytes)
+        if free is None or (passing + validation_slots) * slot <= free:
+            slots["colocated"] = (_slots("slots on the device", passing + validation_slots, slot),)
+        else:
+            slots["colocated"] = (*slots["target"], *slots["drafter"])
     ranks, workers = recipe.placement.drafter_ranks, recipe.placement.target_workers
+    answering = _answers(recipe=recipe, info=info, shape=shape, device=device)
+    merged = [item for item in target if item.moments != ("loading",)]  # over when the drafter's part of a process is built
     return MemoryPlan(
         processes=(
-            ProcessMemory("colocated", "colocated", ranks, device, (*start, *train, *draft)),
-            ProcessMemory("split", "target", workers, device, (*start, *train)),
-            ProcessMemory("split", "drafter", ranks, device, draft),
+            ProcessMemory("colocated", "colocated", ranks, device, (*merged, *draft, *slots["colocated"])),
+            *(ProcessMemory("colocated", "answers", 1, device, items) for items in answering),
+            ProcessMemory("split", "target", workers, device, (*target, *slots["target"])),
+            ProcessMemory("split", "drafter", ranks, device, (*draft, *slots["drafter"])),
+            *(ProcessMemory("split", "answers", 1, device, items) for items in answering),
         ),
-        slot_nbytes=slot_bytes(
-            pack_tokens=recipe.plan.pack_tokens,
-            num_taps=shape.num_taps,
-            hidden_size=info.hidden_size,
-            dtype=recipe.target.dtype,
-        ),
+        slot_nbytes=slot,
         num_slots=recipe.plan.packs_per_step * schedule_slots_per_column + validation_slots,
         host_memory_bytes=int(recipe.placement.host_memory_gb * GIB),
     )
 
 
-def _target_items(
-    *, recipe: Recipe, info: TargetInfo, shape: DrafterShape, weights: TargetWeights, device: str
-) -> tuple[tuple[MemoryItem, ...], tuple[MemoryItem, ...]]:
-    """What a target holds before step 1, when it answers the validation prompts, and while it captures."""
-    size, tokens = BYTES[recipe.target.dtype], recipe.plan.pack_tokens
-    ends = weights.embedding + weights.head
-    depth = shape.tap_layers[-1] + 1
-    start: list[MemoryItem] = []
-    if recipe.validation.prompts is not None:
-        batch, answer = recipe.validation.batch_size, recipe.validation.max_new_tokens
-        cached = batch * 2 * answer * 2 * info.num_key_value_heads * info.head_dim * info.num_layers
-        whole = (sum(weights.layers) + ends) * size
-        start = [
-            MemoryItem("whole target, for validation answers", whole, f"all layers and ends, {weights.source}", "start"),
-            MemoryItem("key-value cache of answers", cached * size, "batch 2 G h layers; prompts as long as answers", "start"),
-        ]
-    heads = info.head_dim * (2 * info.num_attention_heads + 2 * info.num_key_value_heads)
-    active = tokens * (4 * info.hidden_size + 3 * info.intermediate_size + heads) * size
-    captured = (sum(weights.layers[:depth]) + weights.embedding) * size
-    train = [
-        MemoryItem("target weights", captured, f"embedding and layers 0 to {depth - 1}, {weights.source}", "train"),
-        MemoryItem("target activations", active, "T (4 D + 3 F + 2 h (H + G)), one layer at a time", "train"),
-    ]
-    if device == "cpu":
-        train.append(MemoryItem("target attention mask", tokens * tokens * (1 + size), "T T, boolean and in floats", "train"))
-    return tuple(start), tuple(train)
+def colocated_room(*, recipe: Recipe, info: TargetInfo, shape: DrafterShape, gpu_memory_bytes: int) -> int:
+    """Bytes that a colocated process leaves on a GPU for slots, less a reserve."""
+    target = target_items(target_load(recipe=recipe, info=info, shape=shape, device="cuda"))
+    draft = drafter_items(drafter_load(recipe=recipe, info=info, shape=shape), device="cuda")
+    return _room((*target, *draft, *_widened(recipe=recipe, shape=shape)), gpu_memory_bytes=gpu_memory_bytes)
 
 
-def _drafter_items(*, recipe: Recipe, info: TargetInfo, shape: DrafterShape, device: str) -> tuple[MemoryItem, ...]:
-    size, count = BYTES[recipe.drafter.dtype], shape.num_parameters
-    plan, width = recipe.plan, shape.hidden_size
-    layer = (count - shape.num_taps * width * width) // shape.num_layers
-    vocabulary = shape.vocab_size * width
-    rows = plan.pack_anchors * (shape.block_size - 1)
-    in_use = plan.pack_tokens * shape.num_taps * width
-    return (
-        MemoryItem("drafter weights", count * size, f"{count} weights in {recipe.drafter.dtype}"),
-        MemoryItem("master weights, two moments, gradient sum", 4 * count * _FP32, "4 x fp32"),
-        MemoryItem("gradients of a layer", layer * size, "in compute dtype, added to the sum and dropped", "train"),
-        MemoryItem("frozen embedding", vocabulary * size, "V D"),
-        MemoryItem("frozen head", 0 if info.tie_word_embeddings else vocabulary * size, "V D, or the embedding itself"),
-        _logits(chunk_rows=min(recipe.objective.chunk_rows, rows), vocab_size=shape.vocab_size, size=size, device=device),
-        MemoryItem("rows of the loss", 3 * rows * width * size, "N (B - 1) D: gathered, gradient, and its place", "train"),
-        MemoryItem("pack in use", in_use * size, "T K D in the drafter's dtype", "train"),
-        _activations(shape=shape, tokens=plan.pack_tokens, anchors=plan.pack_anchors, size=size),
-        *_attention(recipe=recipe, shape=shape, size=size, device=device),
+def target_load(*, recipe: Recipe, info: TargetInfo, shape: DrafterShape, device: Literal["cpu", "cuda"]) -> TargetLoad:
+    """What a target process captures for a recipe."""
+    return TargetLoad(
+        info=info,
+        weights=count_target_weights(info),
+        tokens=recipe.plan.pack_tokens,
+        depth=shape.tap_layers[-1] + 1,
+        dtype=recipe.target.dtype,
+        device=device,
     )
 
 
-def _logits(*, chunk_rows: int, vocab_size: int, size: int, device: str) -> MemoryItem:
-    """A chunk's logits in compute dtype and, where that is not fp32, the rows of it that the softmax has in fp32."""
-    fp32_rows = 0 if size == _FP32 else min(_SOFTMAX_ROWS_ON_CPU, chunk_rows) if device == "cpu" else chunk_rows
-    nbytes = (chunk_rows * size + fp32_rows * _FP32) * vocab_size
-    return MemoryItem("logits of a chunk", nbytes, f"{chunk_rows} V, and {fp32_rows} V in fp32", "train")
+def drafter_load(*, recipe: Recipe, info: TargetInfo, shape: DrafterShape) -> DrafterLoad:
+    """What a drafter process trains on for a recipe."""
+    return DrafterLoad(
+        shape=shape,
+        tokens=recipe.plan.pack_tokens,
+        anchors=recipe.plan.pack_anchors,
+        chunk_rows=recipe.objective.chunk_rows,
+        dtype=recipe.drafter.dtype,
+        slot_dtype=recipe.target.dtype,
+        attention=recipe.drafter.attention,
+        tied=info.tie_word_embeddings,
+        noise=bool(recipe.objective.noise_std or recipe.objective.noise_end_std),
+    )
 
 
-def _activations(*, shape: DrafterShape, tokens: int, anchors: int, size: int) -> MemoryItem:
-    """What the backward pass needs: inputs (in fp32) and outputs of norms, heads before and after theirs, the MLP."""
-    queries, width = anchors * shape.block_size, shape.hidden_size
-    heads, shared = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
-    per_query = 8 * width + 6 * heads + 5 * shared + 4 * shape.intermediate_size
-    layers = shape.num_layers * (queries * per_query + tokens * 5 * shared)
-    ends = (4 * tokens + 5 * queries) * width
-    statistics = shape.num_layers * queries * shape.num_attention_heads * _FP32
-    formula = "layers (Q (8 D + 6 H h + 5 G h + 4 F) + T 5 G h) + (4 T + 5 Q) D, and Q H in fp32 a layer"
-    return MemoryItem("drafter activations", (layers + ends) * size + statistics, formula, "train")
+def _room(items: Sequence[MemoryItem], *, gpu_memory_bytes: int) -> int:
+    return int(gpu_memory_bytes * (1 - RESERVE)) - DRIVER_BYTES - peak_moment(items)[1]
 
 
-def _attention(*, recipe: Recipe, shape: DrafterShape, size: int, device: str) -> tuple[MemoryItem, ...]:
-    """Dense masks, boolean and in the compute dtype, with the keys and values that are gathered for them; none with flex."""
-    tokens, queries = recipe.plan.pack_tokens, recipe.plan.pack_anchors * shape.block_size
-    if recipe.drafter.attention == "flex" or (recipe.drafter.attention == "auto" and device == "cuda"):
+def _answers(
+    *, recipe: Recipe, info: TargetInfo, shape: DrafterShape, device: Literal["cpu", "cuda"]
+) -> list[tuple[MemoryItem, ...]]:
+    if recipe.validation.prompts is None:
+        return []
+    load = target_load(recipe=recipe, info=info, shape=shape, device=device)
+    section = recipe.validation
+    return [answering_items(load, batch=section.batch_size, answer_tokens=section.max_new_tokens)]
+
+
+def _slots(name: str, count: int, nbytes: int) -> MemoryItem:
+    return MemoryItem(name, count * nbytes, f"{count} x T K D", "plan.pack_tokens")
+
+
+def _widened(*, recipe: Recipe, shape: DrafterShape) -> tuple[MemoryItem, ...]:
+    if recipe.slot_dtype == recipe.target.hidden_dtype:
         return ()
-    if device == "cuda":
-        keys, copies, what = tokens + queries, tokens + queries, "T + Q"
-    else:
-        # Tiles of 128 queries see the documents that their anchors lie in: taken as a quarter of the pack at most.
-        keys = tokens // 4 + _TILE_QUERIES
-        copies, what = -(-queries // _TILE_QUERIES) * keys, f"T / 4 + {_TILE_QUERIES}"
-    masks = len(set(shape.layer_types)) * queries * keys * (1 + size)
-    gathered = shape.num_layers * copies * 2 * shape.num_key_value_heads * shape.head_dim * size
-    return (
-        MemoryItem("attention masks", masks, f"Q ({what}) for each kind of layer", "train"),
-        MemoryItem("keys and values gathered for them", gathered, f"layers 2 G h ({what}), for each tile", "train"),
+    nbytes = recipe.plan.pack_tokens * shape.num_taps * shape.hidden_size * BYTES[recipe.target.hidden_dtype]
+    return (MemoryItem("pack written out of its slot", nbytes, "T K D in the target's dtype", "plan.pack_tokens"),)
+
+
+def _too_small(*, gpu: int, available: int, processes: Sequence[ProcessMemory], mode: str) -> PlanError:
+    """Names the biggest part of all that a key makes smaller."""
+    needed = sum(process.device_bytes for process in processes)
+    largest = max(processes, key=lambda process: process.device_bytes)
+    parts = largest.at_peak()
+    biggest, first = parts[0], next((item for item in parts if item.key), None)
+    told = f"{biggest.name}, {biggest.nbytes / GIB:.1f} GiB"
+    hint = "" if first is None else f"lower {first.key}"
+    if first is not None and first is not biggest:
+        hint += f" ({first.name}, {first.nbytes / GIB:.1f} GiB)"
+    others = "place target and drafter on GPUs of their own" if len(processes) > 1 or mode == "colocated" else ""
+    return PlanError(
+        key="placement.mode",
+        value=mode,
+        rule=f"GPU {gpu} has {available / GIB:.1f} GiB, its processes ({', '.join(p.role for p in processes)}) need "
+        f"{needed / GIB:.1f} GiB at their peaks; the biggest part is {told}",
+        hint=" or ".join(part for part in (hint, others) if part),
     )
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES

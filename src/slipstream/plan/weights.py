@@ -6,18 +6,15 @@ import json
 import math
 import re
 import struct
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from slipstream.config import TargetInfo
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _LONGEST_HEADER_BYTES = 2**28
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-_GATED = ("qwen3_5", "qwen3_next")
-"""Model types whose attention has an output gate as wide as its queries."""
+"""Keys of a `config.json` that name experts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +30,7 @@ class TargetWeights:
 def count_target_weights(info: TargetInfo) -> TargetWeights:
     """Count by the file headers where they can be read and hold every layer, else by the dense formula of the dimensions.
 
-    The formula knows neither experts nor linear attention; `source` names what was taken. Random weights: `count_by_config`.
+    The formula knows no experts; `source` names what was taken. Random weights: `count_by_config`.
     """
     embedding = info.vocab_size * info.hidden_size
     head = 0 if info.tie_word_embeddings else embedding
@@ -46,6 +43,15 @@ def count_target_weights(info: TargetInfo) -> TargetWeights:
         return TargetWeights(layers=counted, embedding=embedding, head=head, source="file headers")
     layers = tuple(_by_formula(info, layer) for layer in range(info.num_layers))
     return TargetWeights(layers=layers, embedding=embedding, head=head, source="dense formula")
+
+
+def count_by_config(info: TargetInfo) -> tuple[int, ...] | None:
+    """Weights of each layer by the dimensions in `config.json` alone; None where there are experts, which they do not give."""
+    raw = json.loads((info.folder / "config.json").read_text(encoding="utf-8"))
+    text = {**raw, **raw.get("text_config", {})}
+    if any((text.get(key) or 0) > 1 for key in _EXPERTS):
+        return None
+    return tuple(_by_formula(info, layer) for layer in range(info.num_layers))
 
 
 def is_delta_net(info: TargetInfo, layer: int) -> bool:
