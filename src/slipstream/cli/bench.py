@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from enum import StrEnum
@@ -14,7 +15,9 @@ from slipstream.errors import PreflightError
 
 if TYPE_CHECKING:
     from slipstream.launch.bench import Ceilings, DrafterBench, DrafterWork
+    from slipstream.launch.bench.float8 import Float8Figures
     from slipstream.launch.bench.pipeline import PipelineBench
+    from slipstream.launch.bench.predicted import PredictedMemory
     from slipstream.launch.bench.standing_plan import PipelineWork
     from slipstream.launch.bench.target import TargetFigures
     from slipstream.launch.bench.transport import TransportBench
@@ -30,6 +33,13 @@ class Kind(StrEnum):
     TRANSPORT = "transport"
 
 
+class TargetType(StrEnum):
+    """What a target computes in."""
+
+    BFLOAT16 = "bfloat16"
+    FLOAT8 = "float8"
+
+
 def bench(
     kind: Annotated[
         Kind,
@@ -38,9 +48,7 @@ def bench(
             "pipeline: both in one process against each alone; transport: slots of 839 MB between two processes."
         ),
     ],
-    shape: Annotated[
-        str, typer.Option(help="Target whose drafter is measured: qwen3.6-27b, qwen3-8b or smollm2.")
-    ] = "qwen3.6-27b",
+    shape: Annotated[str, typer.Option(help="Of the target: qwen3.6-27b, qwen3-8b or smollm2.")] = "qwen3.6-27b",
     documents: Annotated[int, typer.Option(help="Documents of a pack.")] = 2,
     document_tokens: Annotated[int, typer.Option(help="Tokens of a document.")] = 2048,
     anchors: Annotated[int | None, typer.Option(help="Anchors of a pack.", show_default="1024, of the pipeline 512")] = None,
@@ -54,16 +62,22 @@ def bench(
         list[int] | None, typer.Option(help="Uses of a pack in the pipeline; may be given several times.", show_default="1")
     ] = None,
     layers: Annotated[int | None, typer.Option(help="Only so many layers of the target; else up to its last tap.")] = None,
+    dtype: Annotated[TargetType, typer.Option(help="Of the target; float8 runs after bfloat16.")] = TargetType.BFLOAT16,
     sweep: Annotated[bool, typer.Option(help="Time the loss's products at several chunk sizes first.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
 ) -> None:
     """Measure the machine and the engine on random weights at true shapes. Needs a CUDA device; nothing is downloaded.
 
+    What replays cost a recipe in acceptance length is measured by training: `slipstream bench replays RECIPE` (see its --help).
+
     Exits with 1 when memory grew, something was compiled, or a copy waited after warm-up.
     """
+    from slipstream.device.gpus import visible_gpus
     from slipstream.device.kind import device_kind
+    from slipstream.launch.kernel_cache import cache_settings
 
     device_kind("cuda")
+    os.environ.update(cache_settings(environ=os.environ, gpu_name=visible_gpus()[0].name))
     from slipstream.launch.bench import SHAPES, DrafterWork
     from slipstream.launch.bench.standing_plan import PipelineWork
 
@@ -80,10 +94,8 @@ def bench(
         both = _measure_pipeline(shape=shape, work=both_work, replays=replays or [1], layers=layers, show=show, found=found)
         failed = any(any(each.growth.values()) or each.synchronised != "never" for each in both.figures)
     if kind is Kind.TARGET:
-        size = tokens or 16384
-        figures = _measure_target(shape=shape, tokens=size, layers=layers, ceilings=ceilings, repeats=steps, show=show)
-        found |= {"target": asdict(figures), "ratio": figures.ratio}
-        failed = any(figures.growth.values()) or any(figures.waiting_calls.values()) or figures.synchronised != "never"
+        how = {"shape": shape, "pack_tokens": tokens or 16384, "layers": layers, "repeats": steps}
+        failed = _measure_target(how, dtype=dtype, ceilings=ceilings, show=show, found=found)
     if kind is Kind.TRANSPORT:
         moved = _measure_transport(show, found=found)
         failed = any(moved.growth.values()) or moved.seals_rejected > 0
@@ -117,6 +129,7 @@ def _measure_drafter(
     import torch
 
     from slipstream.launch.bench import SHAPES, bench_drafter, sweep_chunks
+    from slipstream.launch.bench.predicted import predict_drafter
 
     device = torch.device("cuda", 0)
     if sweep:
@@ -128,6 +141,7 @@ def _measure_drafter(
     found |= {"shape": shape, "work": asdict(work), "drafter": asdict(result)}
     found["ratio"] = result.tflops / ceilings.matmul_tflops
     show.drafter(result, ceilings=ceilings)
+    _compare(predict_drafter(shape=SHAPES[shape], work=work), measured_gib=result.peak_gib, show=show, found=found)
     return result
 
 
@@ -155,14 +169,38 @@ def _measure_transport(show: _Quiet, *, found: dict[str, Any]) -> TransportBench
     return moved
 
 
-def _measure_target(
-    *, shape: str, tokens: int, layers: int | None, ceilings: Ceilings, repeats: int, show: _Quiet
-) -> TargetFigures:
-    from slipstream.launch.bench.target import measure_target
+def _measure_target(how: dict[str, Any], *, dtype: TargetType, ceilings: Ceilings, show: _Quiet, found: dict[str, Any]) -> bool:
+    """Measure, show, and say whether something grew or waited after warm-up."""
+    runs: list[TargetFigures] = []
+    if dtype is TargetType.FLOAT8:
+        from slipstream.launch.bench.float8 import measure_float8
 
-    figures = measure_target(shape=shape, pack_tokens=tokens, layers=layers, ceilings=ceilings, repeats=repeats, say=show.line)
-    show.target(figures, ceilings=ceilings)
-    return figures
+        both = measure_float8(**how, ceilings=ceilings, say=show.line)
+        found |= {"float8": asdict(both), "ratio": both.float8.ratio}
+        show.float8(both, ceilings=ceilings)
+        runs += [both.bfloat16, both.float8]
+    else:
+        from slipstream.launch.bench.predicted import predict_target
+        from slipstream.launch.bench.target import TARGETS, measure_target, random_info
+
+        runs.append(measure_target(**how, ceilings=ceilings, say=show.line))
+        found |= {"target": asdict(runs[0]), "ratio": runs[0].ratio}
+        show.target(runs[0], ceilings=ceilings)
+        run, info = runs[0], random_info(TARGETS[runs[0].shape]())
+        memory = predict_target(info=info, taps=run.taps, pack_tokens=run.pack_tokens)
+        _compare(memory, measured_gib=run.peak_gib, show=show, found=found)
+    return any(any(run.growth.values()) or any(run.waiting_calls.values()) or run.synchronised != "never" for run in runs)
+
+
+def _compare(memory: PredictedMemory, *, measured_gib: float, show: _Quiet, found: dict[str, Any]) -> None:
+    """The planned memory beside the measured, and what the driver takes besides, which the plan can only guess."""
+    from slipstream.device.allocated import allocated_memory
+
+    taken = allocated_memory()
+    outside = None if taken is None else taken.outside_bytes
+    found["memory"] = asdict(memory) | {"measured_gib": measured_gib, "outside_bytes": outside}
+    show.line(f"memory: {memory.beside(measured_gib)}; {memory.told()}")
+    show.line(f"beside torch's allocator: {(outside or 0) / 2**20:.0f} MiB")
 
 
 class _Quiet:
@@ -179,6 +217,9 @@ class _Quiet:
 
     def target(self, found: TargetFigures, *, ceilings: Ceilings) -> None:
         """A pack's."""
+
+    def float8(self, found: Float8Figures, *, ceilings: Ceilings) -> None:
+        """A pack's, in both types."""
 
     def pipeline(self, found: PipelineBench) -> None:
         """Both stages'."""
@@ -220,6 +261,16 @@ class _Tables(_Quiet):
         for label, text in _target_rows(found, ceilings=ceilings):
             table.add_row(label, text)
         Console(highlight=False, width=120).print(table)
+
+    def float8(self, found: Float8Figures, *, ceilings: Ceilings) -> None:
+        """A pack's, in both types."""
+        self.target(found.bfloat16, ceilings=ceilings)
+        self.target(found.float8, ceilings=ceilings)
+        rounding = ", ".join(f"{tap}: {error:.4f}" for tap, error in zip(found.float8.taps, found.tap_errors, strict=True))
+        typer.echo(
+            f"float8 over bfloat16: {found.speedup:.3f} times as fast, {found.float8.tokens_per_second:.0f} tokens/s; "
+            f"e4m3 8192^3 {found.product_tflops:.0f} TFLOP/s\nerror of a token on taps, random weights: {rounding}"
+        )
 
     def pipeline(self, found: PipelineBench) -> None:
         """Both stages'."""

@@ -21,7 +21,7 @@ from torch import nn
 from transformers import AutoModel, LlamaConfig, Qwen3_5TextConfig, Qwen3Config
 
 from slipstream.config import TargetInfo
-from slipstream.config.target_info import spread_taps
+from slipstream.config.target_info import GATED, delta_net_of, spread_taps
 from slipstream.errors import UsageError
 from slipstream.launch.bench.ceilings import Ceilings, median_ms
 from slipstream.launch.bench.counters import counters, profile_kernels
@@ -33,6 +33,7 @@ from slipstream.target.kernels import cuda_kernels
 from slipstream.target.layouts import Packing
 from slipstream.target.loading import truncate_config
 
+DEVICE = "cuda"
 NUM_TAPS = 5
 WARM_UPS, REPEATS = 3, 9
 
@@ -118,6 +119,21 @@ class TargetFigures:
     kernels: Mapping[str, float]
 
 
+@dataclass(slots=True)
+class Subject:
+    """A target to be measured, the packs it runs on in turn, and the slot they are written to."""
+
+    shape: str
+    config: Any
+    taps: tuple[int, ...]
+    model: Any
+    target: HuggingFaceTarget
+    parameters: int
+    packs: tuple[Pack, ...]
+    slot_TKD: torch.Tensor
+    build_seconds: float
+
+
 def measure_target(
     *,
     shape: str,
@@ -128,43 +144,64 @@ def measure_target(
     say: Say,
 ) -> TargetFigures:
     """Measure one shape at one pack size on the current CUDA device. `layers`: only so many, the taps spread over them."""
+    subject = build_subject(shape=shape, pack_tokens=pack_tokens, layers=layers, say=say)
+    return measure_subject(subject, ceilings=ceilings, repeats=repeats, say=say)
+
+
+def build_subject(*, shape: str, pack_tokens: int, layers: int | None, say: Say) -> Subject:
+    """Make a target of random weights in bfloat16. Raises `UsageError` for a shape that is not known."""
     if shape not in TARGETS:
         raise UsageError(key="--shape", value=shape, rule=f"must be one of {', '.join(TARGETS)}")
     config = TARGETS[shape]()
     taps = spread_taps(num_layers=config.num_hidden_layers if layers is None else layers + 2, num_taps=NUM_TAPS)
-    ceiling = ceilings.matmul_tflops
     torch.cuda.empty_cache()
-    with _Clock() as build:
-        target, parameters = build_target(config, taps=taps)
+    with Clock() as build:
+        model, parameters = _random_model(config, taps=taps)
+        target = wrap_model(model, taps=taps)
+    say(f"{taps[-1] + 1} layers, {parameters / 1e9:.2f} B matrix parameters, built in {build.seconds:.0f} s")
+    return Subject(
+        shape=shape,
+        config=config,
+        taps=taps,
+        model=model,
+        target=target,
+        parameters=parameters,
+        packs=tuple(mixed_pack(pack_tokens, vocab_size=config.vocab_size, seed=seed) for seed in (1, 2)),
+        slot_TKD=torch.empty(pack_tokens, len(taps), config.hidden_size, dtype=torch.bfloat16, device=DEVICE),
+        build_seconds=build.seconds,
+    )
+
+
+def measure_subject(subject: Subject, *, ceilings: Ceilings, repeats: int, say: Say) -> TargetFigures:
+    """Time a target's captures, then trace one, then forbid one to wait."""
+    config, packs, taps, target = subject.config, subject.packs, subject.taps, subject.target
     assert target.engine is not None
-    code = target.engine.layers
-    say(f"{taps[-1] + 1} layers ({code}), {parameters / 1e9:.2f} B matrix parameters, built in {build.seconds:.0f} s")
-    packs = [mixed_pack(pack_tokens, vocab_size=config.vocab_size, seed=seed) for seed in (1, 2)]
-    slot_TKD = torch.empty(pack_tokens, len(taps), config.hidden_size, dtype=torch.bfloat16, device="cuda")
-    works = [partial(target.capture, pack, hidden_TKD=slot_TKD) for pack in packs]
+    works = [partial(target.capture, pack, hidden_TKD=subject.slot_TKD) for pack in packs]
     timed = _time(works, repeats=repeats, say=say)
-    assert bool(torch.isfinite(slot_TKD).all())
-    flops = statistics.mean(useful_flops(config, parameters=parameters, pack=pack, layers=taps[-1] + 1) for pack in packs)
+    assert bool(torch.isfinite(subject.slot_TKD).all())
+    count = partial(useful_flops, config, parameters=subject.parameters, layers=taps[-1] + 1)
+    flops = statistics.mean(count(pack=pack) for pack in packs)
     real = statistics.mean(pack.num_tokens for pack in packs)
     tflops, speed = flops / timed.median / 1e9, real / timed.median * 1e3
-    say(f"{timed.median:.1f} ms a pack: {speed:.0f} tokens/s, {tflops:.0f} TFLOP/s, ratio {tflops / ceiling:.3f}")
+    ratio = tflops / ceilings.matmul_tflops
+    say(f"{timed.median:.1f} ms a pack: {speed:.0f} tokens/s, {tflops:.0f} TFLOP/s, ratio {ratio:.3f} ({target.engine.layers})")
     kernels, calls = profile_kernels(works[0])
     return TargetFigures(
-        shape=shape,
+        shape=subject.shape,
         layers=taps[-1] + 1,
         taps=taps,
-        matrix_parameters=parameters,
-        pack_tokens=pack_tokens,
+        matrix_parameters=subject.parameters,
+        pack_tokens=packs[0].capacity_tokens,
         real_tokens=real,
         milliseconds=timed.median,
         fastest_milliseconds=timed.fastest,
         tokens_per_second=speed,
         useful_tflops=tflops,
-        ratio=tflops / ceiling,
+        ratio=ratio,
         peak_gib=timed.peak_gib,
-        build_seconds=build.seconds,
+        build_seconds=subject.build_seconds,
         first_forward_seconds=timed.first_seconds,
-        layer_code=code,
+        layer_code=target.engine.layers,
         synchronised=synchronises(works[0]),
         growth=timed.growth,
         waiting_calls=calls,
@@ -183,7 +220,7 @@ class _Timed:
 
 def _time(works: Sequence[Callable[[], object]], *, repeats: int, say: Say) -> _Timed:
     """Time pieces of work in turn, after the first one has compiled and tuned, and some more have warmed up."""
-    with _Clock() as first:
+    with Clock() as first:
         works[0]()
     say(f"first forward (kernels compiled and tuned): {first.seconds:.0f} s")
     for turn in range(WARM_UPS):
@@ -203,24 +240,33 @@ def _time(works: Sequence[Callable[[], object]], *, repeats: int, say: Say) -> _
 
 def build_target(config: Any, *, taps: Sequence[int]) -> tuple[HuggingFaceTarget, int]:
     """A target of random weights on the device, cut after the last tap, and its matrix parameters."""
+    model, parameters = _random_model(config, taps=taps)
+    return wrap_model(model, taps=taps), parameters
+
+
+def _random_model(config: Any, *, taps: Sequence[int]) -> tuple[Any, int]:
     truncate_config(config, num_layers=taps[-1] + 1)
     torch.manual_seed(0)
-    with torch.device("cuda"):
+    with torch.device(DEVICE):
         model = AutoModel.from_config(config, dtype=torch.bfloat16).eval().requires_grad_(False)
     model.norm = nn.Identity()
-    parameters = sum(weight.numel() for name, weight in model.layers.named_parameters() if weight.ndim == 2)
-    info = random_info(config)
+    return model, sum(weight.numel() for name, weight in model.layers.named_parameters() if weight.ndim == 2)
+
+
+def wrap_model(model: Any, *, taps: Sequence[int], float8: bool = False) -> HuggingFaceTarget:
+    """The runner of a model on the device; its layers are transformers' own or, in float8, those of `quantise_decoder`."""
+    info = random_info(model.config)
     target = HuggingFaceTarget(
         model=model,
         info=info,
         tap_layers=taps,
         last_hidden=False,
         fingerprint="random",
-        kernels=cuda_kernels(hybrid=info.is_hybrid),
+        kernels=cuda_kernels(hybrid=info.is_hybrid, float8=float8),
     )
     target.packing = Packing.PACKED
     torch.cuda.empty_cache()
-    return target, parameters
+    return target
 
 
 def random_info(config: Any) -> TargetInfo:
@@ -244,6 +290,8 @@ def random_info(config: Any) -> TargetInfo:
         bos_token_id=None,
         eos_token_ids=(),
         pad_token_id=None,
+        delta_net=delta_net_of(config.to_dict()),
+        attention_gate=config.model_type.startswith(GATED),
     )
 
 
@@ -284,12 +332,12 @@ def synchronises(work: Callable[[], object]) -> str:
     return "never"
 
 
-class _Clock:
+class Clock:
     """Seconds between entering and leaving, the device's work included."""
 
     seconds: float
 
-    def __enter__(self) -> _Clock:
+    def __enter__(self) -> Clock:
         torch.cuda.synchronize()
         self._event = torch.cuda.Event(enable_timing=True)
         self._event.record()
