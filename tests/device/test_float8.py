@@ -55,7 +55,7 @@ def quantised(
     bad = torch.zeros(len(rows), dtype=torch.bool, device=rows.device)
     limit = None if num_tokens is None else torch.tensor([num_tokens], dtype=torch.int32, device=rows.device)
     how.quantise_rows(rows, values_RD=values[:, 1], scale_R=scale[:, 1], bad_R=bad, num_tokens=limit)
-    untouched = values[:, [0, 2]].view(torch.uint8)
+    untouched = values.view(torch.uint8)[:, [0, 2]]
     assert bool((untouched == 0x7F).all())
     assert bool(scale[:, [0, 2]].isnan().all())
     return values[:, 1].contiguous().cpu(), scale[:, 1].contiguous().cpu(), bad.cpu()

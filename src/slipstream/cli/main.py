@@ -18,6 +18,9 @@ from slipstream.errors import SlipstreamError
 VERBS = ("demo", "prepare", "regenerate", "inspect", "plan", "check", "train", "watch", "report", "evaluate", "export", "bench")
 """In the order that `--help` shows them: `slipstream.cli.<verb>` holds one function of that name."""
 
+OWN_OPTIONS = {("bench", "replays"): "bench_replays"}
+"""Verbs with a word behind them that share no option with the verb: a module and a function of their own."""
+
 
 class VerbGroup(TyperGroup):
     """Makes a verb's command on demand, and is the border where our exceptions end."""
@@ -28,12 +31,19 @@ class VerbGroup(TyperGroup):
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """The command of one verb, or none when there is no such verb."""
-        if cmd_name not in VERBS:
+        if cmd_name not in (*VERBS, *OWN_OPTIONS.values()):
             return None
         function = getattr(importlib.import_module(f"slipstream.cli.{cmd_name}"), cmd_name)
         verb = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
         verb.command(cmd_name)(function)
         return typer.main.get_command(verb)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """The command that the arguments begin with, its name, and the rest of them."""
+        name = OWN_OPTIONS.get((args[0], args[1])) if len(args) > 1 else None
+        if name is None:
+            return super().resolve_command(ctx, args)
+        return " ".join(args[:2]), self.get_command(ctx, name), args[2:]
 
     def invoke(self, ctx: Any) -> Any:
         """Run the verb. Ours end with `error: …` on stderr and their exit code, Ctrl-C with 130; others stay tracebacks."""
