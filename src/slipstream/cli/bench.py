@@ -72,12 +72,9 @@ def bench(
 
     Exits with 1 when memory grew, something was compiled, or a copy waited after warm-up.
     """
-    from slipstream.device.gpus import visible_gpus
     from slipstream.device.kind import device_kind
-    from slipstream.launch.kernel_cache import cache_settings
 
     device_kind("cuda")
-    os.environ.update(cache_settings(environ=os.environ, gpu_name=visible_gpus()[0].name))
     from slipstream.launch.bench import SHAPES, DrafterWork
     from slipstream.launch.bench.standing_plan import PipelineWork
 
@@ -112,6 +109,10 @@ def _check(*, shape: str, known: Iterable[str], replays: Sequence[int]) -> None:
 
 
 def _measure_machine(show: _Quiet) -> tuple[Ceilings, dict[str, Any]]:
+    from slipstream.device.gpus import visible_gpus
+    from slipstream.launch.kernel_cache import cache_settings
+
+    os.environ.update(cache_settings(environ=os.environ, gpu_name=visible_gpus()[0].name))
     import torch
 
     from slipstream.launch.bench import measure_ceilings
