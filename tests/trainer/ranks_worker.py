@@ -52,3 +52,4 @@ def leave_alone(rank: int, folder: Path) -> None:
             group.wait(group.start_sum(torch.ones(3)))
     except Exception as error:
         (folder / "error").write_text(f"{type(error).__name__}: {error}")
+    group.close()
