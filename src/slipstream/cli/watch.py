@@ -15,7 +15,7 @@ def watch(
     web: Annotated[bool, typer.Option("--web", help="Serve a page to a browser on this machine.")] = False,
     port: Annotated[int, typer.Option("--port", help="Port of the page; 0 takes any free one.")] = 7007,
 ) -> None:
-    """Watch a run live: who waits for whom, curves, lanes and the verdict of its newest minutes. Ctrl-C leaves; the run goes on."""
+    """Watch a run live: who waits for whom, curves, lanes and the verdict of its newest minutes. Ctrl-C only ends the view."""
     if not web:
         raise UsageError(key="--web", value=web, rule="a run is watched in a browser", hint=f"slipstream watch {run} --web")
     from slipstream.report.web import serve

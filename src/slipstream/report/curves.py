@@ -23,7 +23,7 @@ QUEUE_COLUMNS = ("ready", "ready_bytes", "issued", "free")
 
 
 def train_curves(run: RunData, *, after_step: int = -1) -> dict[str, Any]:
-    """Curves by step of the steps after one; a column that no line has is left out. `mean_of` tells how many steps a point is."""
+    """Curves by step of the steps after one, without columns that no line has; `mean_of` is how many steps a point is."""
     lines = run.train if after_step < 0 else [line for line in run.train if line["step"] > after_step]
     steps = np.array([line["step"] for line in lines], dtype=np.int64)
     width = -(-len(lines) // MOST_POINTS) if lines else 1

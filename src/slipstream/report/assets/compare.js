@@ -9,7 +9,7 @@ function flatten(recipe, prefix = "") {
 function recipeDifferences(models) {
   const recipes = models.map((model) => new Map(flatten(model.fixed.recipe)));
   const keys = [...new Set(recipes.flatMap((recipe) => [...recipe.keys()]))];
-  return keys.filter((key) => new Set(recipes.map((recipe) => recipe.get(key))).size > 1).map((key) => [key, recipes.map((recipe) => recipe.get(key) ?? "–")]);
+  return keys.filter((key) => !["name", "runs"].includes(key)).filter((key) => new Set(recipes.map((recipe) => recipe.get(key))).size > 1).map((key) => [key, recipes.map((recipe) => recipe.get(key) ?? "–")]);
 }
 
 // [name, value of a model, how it is written, which end is better: 1 high, -1 low, 0 neither]

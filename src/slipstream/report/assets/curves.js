@@ -1,6 +1,7 @@
 // Charts by uPlot. A chart is described by a function that is asked again when data, size or colour scheme change.
 
 const CHART_HEIGHT = 190;
+const WHOLE_STEPS = [1, 10, 100, 1e3, 1e4, 1e5, 1e6].flatMap((power) => [power, 2 * power, 5 * power]);
 const SERIES = {
   light: ["#4477aa", "#cc6644", "#228833", "#aa3377", "#8a7a20", "#1a8fa8", "#555555", "#884488"],
   dark: ["#82b4ec", "#f0997a", "#6fca80", "#e078b4", "#d6c65c", "#66ccee", "#bbbbbb", "#c79ae0"],
@@ -53,7 +54,7 @@ class Chart {
       legend: { live: true },
       hooks: { setLegend: [showLast] },
       axes: [
-        { ...axis, size: 28, values: (_, ticks) => ticks.map((tick) => (byStep ? formatRate(tick) : formatClock(tick))), ...(byStep ? {} : { incrs: [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 1800, 3600, 7200, 21600, 86400, 604800] }) },
+        { ...axis, size: 28, values: (_, ticks) => ticks.map((tick) => (byStep ? formatRate(tick) : formatClock(tick))), incrs: byStep ? WHOLE_STEPS : [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 1800, 3600, 7200, 21600, 86400, 604800] },
         { ...axis, size: 56, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : text(tick))) },
       ],
       series: [

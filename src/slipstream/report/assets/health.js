@@ -50,7 +50,7 @@ function keyFigures(model) {
     ...roleFigures(figures.workers),
   ];
   return element("section", { id: "key-figures" }, items.map(([name, value, also]) =>
-    element("div", {}, element("div", { class: "name" }, name), element("div", { class: "value" }, value), element("div", { class: "also" }, also))));
+    element("div", {}, element("div", { class: "name" }, name), element("div", { class: "value" }, value), element("div", { class: "also", title: also }, also))));
 }
 
 function roleFigures(workers) {

@@ -1,5 +1,7 @@
 // Mouse and keys of the lanes, the box that follows the pointer, and the buttons above them.
 
+const NOTHING_PICKED = "Click a span to follow its pack from the target to the step that trains on it.";
+
 function zoom(view, factor, centre = (view.view[0] + view.view[1]) / 2) {
   leaveFollow(view);
   const [begin, end] = view.view;
@@ -25,7 +27,7 @@ function showWhole(view) {
 
 function pick(view, pack) {
   view.picked = pack;
-  view.status.textContent = pack === null ? "" : packStory(view, pack);
+  view.status.textContent = pack === null ? NOTHING_PICKED : packStory(view, pack);
   view.redraw();
 }
 
@@ -160,11 +162,12 @@ function sharesText(view, lane, time, pixel) {
 }
 
 function laneToolbar(view, { live }) {
+  view.status.textContent = NOTHING_PICKED;
   const press = (name, title, act) => element("button", { type: "button", title, onclick: act }, name);
   const step = element("input", { type: "number", min: "0", "aria-label": "step to show", placeholder: "step" });
   const showStep = () => {
     const span = view.model.spanOfStep(Number(step.value));
-    view.status.textContent = span || step.value === "" ? "" : `No spans of step ${step.value} are held.`;
+    view.status.textContent = span || step.value === "" ? NOTHING_PICKED : `No spans of step ${step.value} are held.`;
     if (!span || step.value === "") return;
     leaveFollow(view);
     view.setView(span[0] - (span[1] - span[0]) * 0.5, span[1] + (span[1] - span[0]) * 0.5);
@@ -184,7 +187,7 @@ function laneToolbar(view, { live }) {
     press("Whole run", "Show all of it (0)", () => showWhole(view)),
     live ? element("span", { class: "quiet" }, "follow the last") : null, view.followButtons,
     step, press("Go to step", "Show one step", showStep), hasThreads ? threads : null,
-    element("span", { class: "quiet push" }, "drag: zoom · shift-drag: move · click: follow a pack · arrows + − 0"));
+    element("span", { class: "quiet push" }, "drag: zoom · shift-drag: move · keys: arrows + − 0"));
 }
 
 function followButton(view, name, seconds) {

@@ -1,6 +1,7 @@
 // Puts the page together, and on a live page asks for what is newer.
 
 const ASK_MILLISECONDS = 1000;
+let page = null;
 
 class Page {
   constructor(models, { live, states }) {
@@ -51,7 +52,7 @@ class Page {
       ["compare", this.models.length > 1 ? [this.models.map((one) => one.figures.step), darkScheme.matches] : null, () => compareSection(this.models)],
       ["verdict", [model.verdict, figures.cause], () => verdictSection(model, this.live)],
       ["key-figures", [figures.rates, figures.results, figures.workers], () => keyFigures(model)],
-      ["lanes", "once", () => this.lanesSection()],
+      ["lanes", model.lanes.length > 0, () => this.lanesSection()],
       ["curves", "once", () => section("curves", "Curves", element("div", { class: "charts" }, this.trainCharts.map((chart) => chart.root)))],
       ["slots", [model.slot_accuracy, model.validations.length], () => slotSection(model)],
       ["time", timeKey, () => timeSection(model)],
@@ -69,9 +70,9 @@ class Page {
   }
 
   lanesSection() {
-    const empty = this.model.lanes.length ? null : note("No spans were recorded.");
+    if (!this.model.lanes.length) return section("lanes", "Lanes over time", note("No spans were recorded."));
     const exact = this.model.exact ? note("There are more spans than a page holds: single ones are kept in the stretches marked under the lanes; elsewhere, a state's spans are merged.") : null;
-    return section("lanes", "Lanes over time", laneToolbar(this.lanes, { live: this.live }), this.lanes.stage, this.lanes.legend, this.lanes.status, empty, exact);
+    return section("lanes", "Lanes over time", laneToolbar(this.lanes, { live: this.live }), this.lanes.stage, this.lanes.legend, this.lanes.status, exact);
   }
 
   update(whole) {
@@ -125,7 +126,7 @@ async function takeWhole(model, payload) {
   }
 }
 
-async function askAgain(page) {
+async function askAgain() {
   const { model } = page;
   try {
     if (!document.hidden) {
@@ -140,7 +141,7 @@ async function askAgain(page) {
   } catch (error) {
     document.getElementById("footer").textContent = `No answer from slipstream watch (${error.message}); what is shown is the last that came.`;
   }
-  setTimeout(() => askAgain(page), ASK_MILLISECONDS);
+  setTimeout(askAgain, ASK_MILLISECONDS);
 }
 
 async function begin() {
@@ -154,11 +155,11 @@ async function begin() {
     models.push(model);
   }
   labelRuns(models);
-  const page = new Page(models, { live, states: payload.states });
+  page = new Page(models, { live, states: payload.states });
   page.words = payload.words;
   document.getElementById("footer").textContent = payload.words;
   document.body.dataset.ready = "yes";
-  if (live) setTimeout(() => askAgain(page), ASK_MILLISECONDS);
+  if (live) setTimeout(askAgain, ASK_MILLISECONDS);
 }
 
 begin();

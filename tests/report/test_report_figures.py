@@ -1,0 +1,109 @@
+"""Figures of a run: times sum to wall time, queues have percentiles, memory is told beside what was predicted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from run_maker import BEGAN, make_run
+from slipstream.report.figures import run_figures
+from slipstream.report.html import to_json
+from slipstream.report.reading import read_run
+from slipstream.report.times import account_totals, split_by_kind, stage_rows, training_window, worker_times
+
+
+def line(pid: int, wall: float, **states: float) -> dict[str, object]:
+    return {"worker": "drafter-0", "pid": pid, "time": 0.0, "wall_seconds": wall, "states": states, "closed": False}
+
+
+def test_totals_of_a_worker_are_summed_over_its_processes() -> None:
+    lines = [
+        line(1, 5, forward=5),
+        line(1, 9, forward=6, idle=3),
+        line(2, 2, forward=2),
+        line(2, 1, idle=1),
+        line(3, 4, idle=4),
+    ]
+    wall, states = account_totals(lines)
+    assert wall == 9 + 2 + 1 + 4
+    assert states == {"forward": 8, "idle": 8}
+    assert account_totals([]) == (0.0, {})
+
+
+def test_states_sum_to_wall_time_and_to_the_window(tmp_path: Path) -> None:
+    make_run(tmp_path / "one", steps=50)
+    run = read_run(tmp_path / "one")
+    window = training_window(run)
+    assert window is not None
+    assert window[0] == pytest.approx(BEGAN + 3 + 0.55, abs=0.1)
+    workers = worker_times(run)
+    assert [entry["worker"] for entry in workers] == ["target-0", "target-1", "drafter-0"]
+    for entry in workers:
+        assert sum(entry["whole"].values()) == pytest.approx(entry["wall_seconds"])
+        assert sum(entry["training"].values()) == pytest.approx(window[1] - window[0])
+        assert sum(entry["gpu_training"].values()) == pytest.approx(window[1] - window[0])
+    assert split_by_kind(workers[2]["training"])["wait"] == pytest.approx(0.33, abs=0.01)
+
+
+def test_kinds_are_shares_and_unknown_states_are_work() -> None:
+    assert split_by_kind({"forward": 2, "wait_input": 1, "idle": 1, "mystery": 4}) == {
+        "work": 0.75,
+        "wait": 0.125,
+        "idle": 0.125,
+    }
+    assert split_by_kind({}) == {"work": 0, "wait": 0, "idle": 0}
+
+
+def test_stages_have_their_counts_and_percentiles(tmp_path: Path) -> None:
+    make_run(tmp_path / "one", steps=50)
+    rows = {(row["worker"], row["lane"], row["state"]): row for row in stage_rows(read_run(tmp_path / "one"))}
+    forward = rows["drafter-0", "cpu", "forward"]
+    assert forward["count"] == 100
+    assert forward["seconds"] == pytest.approx(forward["mean"] * 100)
+    assert forward["mean"] == pytest.approx(0.5 / 2 * 0.26, rel=0.1)
+    assert forward["seconds_per_step"] == pytest.approx(2 * forward["mean"])
+    assert forward["p50"] <= forward["p90"] <= forward["p99"] <= forward["longest"]
+    assert rows["target-0", "gpu", "target"]["seconds_per_step"] is None
+    assert ("drafter-0", "cpu", "warm_up") not in rows
+
+
+def test_figures_tell_the_whole_run(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "one", steps=60)
+    (folder.schedule).mkdir()
+    (folder.schedule / "schedule.json").write_text(json.dumps({"summary": {"packs": 120}}))
+    figures = run_figures(read_run(folder.root))
+    assert json.loads(to_json(figures)) == figures
+    assert (figures["status"], figures["step"], figures["steps"]) == ("finished", 60, 60)
+    assert figures["time_left_seconds"] is None
+    assert figures["rates"]["context_tokens_per_second"] == pytest.approx(16_280 / 0.5, rel=0.05)
+    assert figures["rates"]["predicted_tokens_per_second"] == 36_000
+    assert figures["results"]["validation"]["last"]["step"] == 60
+    [queue] = figures["queues"]
+    assert (queue["rank"], queue["slots"]) == (0, 8)
+    assert queue["ready_p10"] <= queue["ready_p50"] <= queue["ready_p90"] <= 4
+    assert 0 < queue["share_empty"] < 1
+    assert [gpu["gpu"] for gpu in figures["gpus"]] == [0, 1, 2]
+    memory = {row["role"]: row for row in figures["memory"]}
+    assert memory["drafter"]["where"] == "GPU 2"
+    assert 61e9 < memory["drafter"]["measured_bytes"] < 62e9
+    assert figures["plan"] == {"packs": 120}
+
+
+def test_a_run_that_goes_on_has_time_left(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "going", steps=40)
+    folder.state.write_text(json.dumps({"status": "training", "step": 40, "steps": 100}))
+    figures = run_figures(read_run(folder.root))
+    assert figures["time_left_seconds"] == pytest.approx(60 * 0.5, rel=0.1)
+
+
+def test_without_gpus_the_hosts_memory_counts(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "cpu", steps=10)
+    folder.gpus.unlink()
+    for path in folder.spans.iterdir():
+        path.write_text(path.read_text().replace('"gpu": 2', '"gpu": null'))
+    memory = {row["role"]: row for row in run_figures(read_run(folder.root))["memory"]}
+    assert memory["drafter"]["where"] == "host"
+    assert memory["drafter"]["measured_bytes"] == 9_000_009_000
+    assert memory["target"]["measured_bytes"] is None
