@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from slipstream.device import kind
-from slipstream.device.kind import count_gpus, device_kind, missing_for_cuda, torch_cuda_version
+from slipstream.device.kind import compute_capability, count_gpus, device_kind, missing_for_cuda, torch_cuda_version
 from slipstream.errors import PreflightError
 
 
@@ -17,6 +17,9 @@ def test_it_agrees_with_torch() -> None:
     assert device_kind("cpu") == "cpu"
     if torch.version.cuda is not None:
         assert count_gpus() == torch.cuda.device_count()
+    capability = torch.cuda.get_device_capability(0) if torch.cuda.is_available() else None
+    assert compute_capability(0) == capability
+    assert compute_capability(10_000) is None
 
 
 @pytest.mark.parametrize(
@@ -32,3 +35,23 @@ def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch, version: str |
     assert device_kind("auto") == "cpu"
     with pytest.raises(PreflightError, match=f"placement.device = 'cuda': .*{missing}"):
         device_kind("cuda")
+
+
+class Driver:
+    """A CUDA driver that tells one GPU's compute capability."""
+
+    def cuInit(self, flags: int) -> int:
+        return 0
+
+    def cuDeviceGet(self, device: object, index: int) -> int:
+        return 0 if index == 0 else 101
+
+    def cuDeviceGetAttribute(self, number: object, attribute: int, device: object) -> int:
+        number._obj.value = {75: 8, 76: 9}[attribute]  # type: ignore[attr-defined]
+        return 0
+
+
+def test_compute_capability_is_what_the_driver_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kind.ctypes, "CDLL", lambda name: Driver())
+    assert compute_capability(0) == (8, 9)
+    assert compute_capability(1) is None

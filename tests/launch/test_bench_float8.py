@@ -11,10 +11,10 @@ import torch
 from transformers import Qwen3Config
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "target"))
-from reference_kernels import exact_product, reference_kernels  # noqa: E402
+from reference_kernels import exact_product, reference_kernels
 
-from slipstream.errors import TargetError, UsageError  # noqa: E402
-from slipstream.launch.bench import Ceilings, float8, target  # noqa: E402
+from slipstream.errors import TargetError, UsageError
+from slipstream.launch.bench import Ceilings, float8, target
 
 CEILINGS = Ceilings(1.0, 1.0, 1.0)
 

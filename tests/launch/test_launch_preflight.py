@@ -269,6 +269,22 @@ def test_gpus_where_there_are_none(ground: Path, monkeypatch: pytest.MonkeyPatch
     assert_says(error, key="placement.target_gpus", value=[0], rule="must name one of the 0 visible GPUs")
 
 
+def test_float8_where_it_cannot_be_multiplied(ground: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    error = refusal(ground, target__dtype="float8", placement__device="cpu")
+    assert_says(error, key="target.dtype", value="float8", rule="compute capability 8.9 or more, and this run is on a CPU")
+    monkeypatch.setattr("slipstream.launch.preflight.device_kind", lambda requested: "cuda")
+    monkeypatch.setattr("slipstream.launch.preflight.count_gpus", lambda: 2)
+    capabilities = {0: (8, 6), 1: (9, 0)}
+    monkeypatch.setattr("slipstream.launch.preflight.compute_capability", capabilities.get)
+    split = {"target__dtype": "float8", "placement__mode": "split"}
+    error = refusal(ground, **split, placement__target_gpus=[0], placement__drafter_gpus=[1])
+    assert_says(error, key="target.dtype", value="float8", rule="GPU 0 has 8.6")
+    preflight(recipe_of(ground, **split, placement__target_gpus=[1], placement__drafter_gpus=[0]))
+    rewrite(ground / "target" / "config.json", model_type="gemma2")
+    error = refusal(ground, **split, placement__target_gpus=[1], placement__drafter_gpus=[0])
+    assert_says(error, key="target.dtype", value="float8", rule="has no layers for a target of type gemma2")
+
+
 def test_slots_beyond_the_machine(ground: Path) -> None:
     error = refusal(ground, placement__host_memory_gb=1e6)
     assert_says(error, key="placement.host_memory_gb", value=1e6, rule="GiB in all")

@@ -13,6 +13,9 @@ from slipstream.errors import PreflightError
 
 DeviceKind = Literal["cpu", "cuda"]
 
+_CAPABILITY_ATTRIBUTES = (75, 76)
+"""Of the driver's device attributes: major and minor compute capability."""
+
 
 def device_kind(requested: Literal["auto", "cpu", "cuda"]) -> DeviceKind:
     """The kind to run on. "auto" takes CUDA where a driver, a visible GPU and a torch built for CUDA are all there.
@@ -64,6 +67,21 @@ def gpu_uuids() -> list[str]:
             return []
         uuids.append(f"GPU-{uuid.UUID(bytes=bytes(raw))}")
     return uuids
+
+
+def compute_capability(gpu: int) -> tuple[int, int] | None:
+    """Major and minor compute capability of a visible GPU, as the CUDA driver tells it; None where it does not."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    device, found = ctypes.c_int(0), (ctypes.c_int(0), ctypes.c_int(0))
+    if driver.cuInit(0) != 0 or driver.cuDeviceGet(ctypes.byref(device), gpu) != 0:
+        return None
+    for number, attribute in zip(found, _CAPABILITY_ATTRIBUTES, strict=True):
+        if driver.cuDeviceGetAttribute(ctypes.byref(number), attribute, device) != 0:
+            return None
+    return found[0].value, found[1].value
 
 
 def torch_cuda_version() -> str | None:

@@ -7,21 +7,25 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from slipstream.config import DrafterShape, Recipe, TargetInfo, resolve_drafter
 from slipstream.corpus.meta import CorpusMeta
-from slipstream.device.kind import DeviceKind, count_gpus, device_kind
+from slipstream.device.kind import DeviceKind, compute_capability, count_gpus, device_kind
 from slipstream.device.limits import available_cores
 from slipstream.errors import PreflightError
 from slipstream.launch.given import check_validation, check_warm_start, read_corpus, read_target
+from slipstream.plan.memory_target import FUSED_TYPES
 from slipstream.plan.placement import Placement, resolve_placement
 from slipstream.runfolder import RunFolder
 
 GIB = 2**30
 CHECKPOINT_BYTES = 12
 """Of one weight in a checkpoint: fp32 master and two moments."""
+FLOAT8_CAPABILITY = (8, 9)
+"""Compute capability from which a GPU multiplies float8."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +55,7 @@ def preflight(recipe: Recipe, *, resume: bool = False) -> Preflight:
     _check_attention(recipe=recipe, device=device)
     num_devices = count_gpus() if device == "cuda" else available_cores()
     placement = resolve_placement(placement=recipe.placement, device=device, num_devices=num_devices)
+    check_float8(recipe=recipe, info=info, device=device, placement=placement)
     check_run_folder(folder=folder, resume=resume)
     _check_disk(recipe=recipe, folder=folder, shape=shape)
     _check_host_memory(recipe)
@@ -98,6 +103,28 @@ def _check_attention(*, recipe: Recipe, device: DeviceKind) -> None:
             rule="has no backward on a CPU, which is what this run trains on",
             hint='use "auto" or "sdpa"',
         )
+
+
+def check_float8(*, recipe: Recipe, info: TargetInfo, device: DeviceKind, placement: Placement) -> None:
+    """Refuse a float8 target on a CPU, on a GPU that cannot multiply float8, and of a kind that has no float8 layers."""
+    if recipe.target.dtype == "float8":
+        gpus = {process.gpu for process in placement.processes if process.role != "drafter" and process.gpu is not None}
+        rule = _against_float8(model_type=info.model_type, device=device, gpus=sorted(gpus))
+        if rule is not None:
+            raise PreflightError(key="target.dtype", value="float8", rule=rule, hint='use "bfloat16"')
+
+
+def _against_float8(*, model_type: str, device: DeviceKind, gpus: Sequence[int]) -> str | None:
+    lowest = ".".join(map(str, FLOAT8_CAPABILITY))
+    if device == "cpu":
+        return f"needs a GPU of compute capability {lowest} or more, and this run is on a CPU"
+    if model_type not in FUSED_TYPES:
+        return f"has no layers for a target of type {model_type}, only for {', '.join(FUSED_TYPES)}"
+    for gpu in gpus:
+        capability = compute_capability(gpu)
+        if capability is not None and capability < FLOAT8_CAPABILITY:
+            return f"needs compute capability {lowest} or more, and GPU {gpu} has {'.'.join(map(str, capability))}"
+    return None
 
 
 def _check_disk(*, recipe: Recipe, folder: RunFolder, shape: DrafterShape) -> None:

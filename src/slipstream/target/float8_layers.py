@@ -56,8 +56,8 @@ class Float8Layer(nn.Module):
         residual_TD = hidden_states.view(-1, hidden_states.shape[-1])
         mixed = self._mixed(residual_TD, rotation=position_embeddings, frame=frame, kernels=kernels, plain=plain, ops=ops)
         _add(residual_TD, mixed, self.mixer_out, kernels=kernels, ops=ops)
-        gate_up_T2F = kernels.multiply(ops.norm(residual_TD, self.eps), self.gate_up)
-        _add(residual_TD, ops.swiglu(gate_up_T2F), self.down, kernels=kernels, ops=ops)
+        active = ops.swiglu(kernels.multiply(ops.norm(residual_TD, self.eps), self.gate_up))
+        _add(residual_TD, active, self.down, kernels=kernels, ops=ops)
         return hidden_states
 
     def _mixed(
