@@ -52,6 +52,12 @@ def test_overrides_apply_in_order_with_toml_types(minimal: Path) -> None:
     assert recipe.drafter.sliding_window is None
 
 
+@pytest.mark.parametrize(("dtype", "hidden"), [("bfloat16", "bfloat16"), ("float8", "bfloat16"), ("float32", "float32")])
+def test_hidden_states_of_a_float8_target_are_bfloat16(minimal: Path, dtype: str, hidden: str) -> None:
+    recipe = load_recipe(minimal, overrides=[f"target.dtype={dtype}"])
+    assert (recipe.target.dtype, recipe.target.hidden_dtype, recipe.slot_dtype) == (dtype, hidden, hidden)
+
+
 def test_override_with_none_removes_a_key(tmp_path: Path) -> None:
     file = tmp_path / "recipe.toml"
     file.write_text(MINIMAL + "[plan]\nmax_steps = 5\n")

@@ -19,6 +19,8 @@ from slipstream.target.capture import SlotWriter
 from slipstream.target.dtypes import DTYPES
 from slipstream.target.engine import Engine
 from slipstream.target.fingerprint import fingerprint_target
+from slipstream.target.float8 import check_device
+from slipstream.target.float8_layers import quantise_decoder
 from slipstream.target.isolation import Leak, measure_leak, probe_pack
 from slipstream.target.kernels import Kernels, cuda_kernels
 from slipstream.target.layouts import Forward, Packing, lay_out
@@ -75,22 +77,27 @@ class HuggingFaceTarget:
         """int64 scalar on the device: token rows, over all captures, in which some captured value was not finite."""
         return self._writer.bad_rows
 
-    def capture(self, pack: Pack, *, hidden_TKD: Tensor, last_hidden_TD: Tensor | None = None) -> int:
+    def capture(
+        self, pack: Pack, *, hidden_TKD: Tensor, last_hidden_TD: Tensor | None = None, scale_TK: Tensor | None = None
+    ) -> int:
         """Write the pack's hidden states into `hidden_TKD` `[T, K, D]`, any floating type; returns how many rows are real.
 
+        A slot of e4m3 values takes their fp32 scales in `scale_TK` `[T, K]`, and no other slot does.
         `last_hidden_TD` `[T, D]` takes the last layer's output after the final norm, for targets loaded with `last_hidden`.
         Values that are not finite are written as 0 and their rows counted in `bad_rows`; padding rows are 0. The same pack
         gives the same bits whatever ran before. Raises `TargetError` for a document that the target's rotary embedding
         cannot treat alone.
         """
-        return self._capture(pack, packing=self.packing, hidden_TKD=hidden_TKD, last_hidden_TD=last_hidden_TD)
+        return self._capture(
+            pack, packing=self.packing, hidden_TKD=hidden_TKD, last_hidden_TD=last_hidden_TD, scale_TK=scale_TK
+        )
 
     def hidden_states(self, pack: Pack, *, packing: Packing) -> Tensor:
         """Hidden states `[T, K, D]` of a pack under any packing, in the target's own type, in new memory: for proofs."""
         shape = (pack.capacity_tokens, self.num_taps, self.hidden_size)
         hidden_TKD = torch.zeros(shape, dtype=self._model.dtype, device=self._device)
         last_hidden_TD = torch.zeros_like(hidden_TKD[:, 0]) if self.last_hidden else None
-        self._capture(pack, packing=packing, hidden_TKD=hidden_TKD, last_hidden_TD=last_hidden_TD)
+        self._capture(pack, packing=packing, hidden_TKD=hidden_TKD, last_hidden_TD=last_hidden_TD, scale_TK=None)
         return hidden_TKD
 
     def leak(self, *, packing: Packing, pack: Pack | None = None) -> Leak:
@@ -98,12 +105,14 @@ class HuggingFaceTarget:
         vocab_size = self.info.vocab_size
         return measure_leak(self, pack=pack or probe_pack(vocab_size=vocab_size), packing=packing, vocab_size=vocab_size)
 
-    def _capture(self, pack: Pack, *, packing: Packing, hidden_TKD: Tensor, last_hidden_TD: Tensor | None) -> int:
+    def _capture(
+        self, pack: Pack, *, packing: Packing, hidden_TKD: Tensor, last_hidden_TD: Tensor | None, scale_TK: Tensor | None
+    ) -> int:
         assert hidden_TKD.shape == (pack.capacity_tokens, self.num_taps, self.hidden_size), hidden_TKD.shape
         assert (last_hidden_TD is not None) == self.last_hidden, "last_hidden slots go with last_hidden=True, and only so"
         self._refuse_long_documents(pack)
         with torch.inference_mode():
-            self._writer.open(hidden_TKD, num_tokens=pack.num_tokens)
+            self._writer.open(hidden_TKD, num_tokens=pack.num_tokens, scale_TK=scale_TK)
             if last_hidden_TD is not None:
                 last_hidden_TD[pack.num_tokens :].zero_()
             for forward in lay_out(pack, packing=packing):
@@ -156,11 +165,11 @@ def load_target(
 ) -> HuggingFaceTarget:
     """Load a target up to its last tapped layer (whole, with its final norm, for `last_hidden`) and settle how it packs.
 
-    `dtype` "bfloat16" or "float32"; `packing` "auto", "packed", "padded" or "alone". A packing is only accepted after a probe
-    found that documents do not change each other by a single bit; "auto" takes the first that passes. On a GPU a bfloat16
-    target runs on the packed kernels, or not at all; float32 runs as transformers has it, everywhere. There
-    the probe is also the warm-up, so give it the plan's `pack_tokens`: kernels are compiled for that size, and tuned at it.
-    Raises `TargetError`.
+    `dtype` "bfloat16", "float32" or "float8"; `packing` "auto", "packed", "padded" or "alone". A packing is only accepted after
+    a probe found that documents do not change each other by a single bit; "auto" takes the first that passes. On a GPU a
+    bfloat16 or float8 target runs on the packed kernels, or not at all (float8 nowhere else); float32 runs as transformers has
+    it, everywhere. There the probe is also the warm-up, so give it the plan's `pack_tokens`: kernels are compiled for that
+    size, and tuned at it. Raises `TargetError`.
     """
     taps = list(tap_layers)
     if not taps or taps != sorted(set(taps)) or taps[0] < 0 or taps[-1] > info.num_layers - 2:
@@ -171,18 +180,29 @@ def load_target(
         )
     if dtype not in DTYPES:
         raise TargetError(key="target.dtype", value=dtype, rule=f"must be one of {', '.join(DTYPES)}")
-    model = load_decoder(info=info, dtype=dtype, device=device, num_layers=None if last_hidden else taps[-1] + 1)
-    on_gpu = torch.device(device).type == "cuda" and dtype == "bfloat16"
+    model = _load_model(info=info, dtype=dtype, device=device, num_layers=None if last_hidden else taps[-1] + 1)
+    on_gpu = torch.device(device).type == "cuda" and dtype != "float32"
     target = HuggingFaceTarget(
         model=model,
         info=info,
         tap_layers=taps,
         last_hidden=last_hidden,
-        fingerprint=fingerprint_target(info),
-        kernels=cuda_kernels(hybrid=info.is_hybrid) if on_gpu else None,
+        fingerprint=fingerprint_target(info, dtype=dtype),
+        kernels=cuda_kernels(hybrid=info.is_hybrid, float8=dtype == "float8") if on_gpu else None,
     )
     target.packing = _settle_packing(target, asked=packing, pack_tokens=pack_tokens)
     return target
+
+
+def _load_model(*, info: TargetInfo, dtype: str, device: str, num_layers: int | None) -> Any:
+    if dtype != "float8":
+        return load_decoder(info=info, dtype=dtype, device=device, num_layers=num_layers)
+    check_device(device)
+    # Rounded layer by layer out of host memory: the device never has the model in bfloat16. Made-up weights begin there.
+    begin = device if info.weights == "random" else "cpu"
+    model = load_decoder(info=info, dtype=dtype, device=begin, num_layers=num_layers)
+    quantise_decoder(model, device=device)
+    return model
 
 
 def _settle_packing(target: HuggingFaceTarget, *, asked: str, pack_tokens: int | None) -> Packing:
