@@ -128,7 +128,14 @@ class Built:
         dtype = recipe.drafter.dtype
         self.drafter = build_drafter(shape=shape, dtype=dtype, device=device, seed=recipe.plan.seed, attention=attention)
         self.metrics, self.checkpoints = folder / "metrics.jsonl", folder / "checkpoints"
-        facts = RunFacts(name="built", num_steps=self.schedule.num_steps, metrics_path=self.metrics, console_every_steps=1)
+        facts = RunFacts(
+            name="built",
+            num_steps=self.schedule.num_steps,
+            metrics_path=self.metrics,
+            console_every_steps=1,
+            folder=folder,
+            recipe={},
+        )
         self.log = open_metric_log(recipe.observe.sinks, facts=facts)
         self.validated: list[int] = []
         parts = RunParts(

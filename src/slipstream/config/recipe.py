@@ -219,8 +219,12 @@ class PlacementSection(Section):
 class ObserveSection(Section):
     """Where numbers go."""
 
-    sinks: tuple[Literal["console", "jsonl"], ...] = ("console", "jsonl")
-    """Sinks of metrics; a configured sink starts or the run stops."""
+    sinks: tuple[Literal["console", "jsonl", "tensorboard", "wandb", "trackio"], ...] = ("console", "jsonl")
+    """Sinks of metrics; a configured sink starts or the run stops. The last three need the extra `sinks`."""
+    project: str = Field(default="slipstream", min_length=1)
+    """Project that wandb and trackio put the run under."""
+    wandb_mode: Literal["online", "offline"] = "online"
+    """"offline" keeps a Weights & Biases run in the run folder, for `wandb sync`; "online" needs to be logged in."""
     every_steps: int = Field(default=10, ge=1)
     """Steps between two console lines; files get every step."""
     spans: bool = True

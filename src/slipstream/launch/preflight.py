@@ -17,6 +17,7 @@ from slipstream.device.kind import DeviceKind, compute_capability, count_gpus, d
 from slipstream.device.limits import available_cores
 from slipstream.errors import PreflightError
 from slipstream.launch.given import check_validation, check_warm_start, read_corpus, read_target
+from slipstream.observe import check_sinks
 from slipstream.plan.memory_target import FUSED_TYPES
 from slipstream.plan.placement import Placement, resolve_placement
 from slipstream.runfolder import RunFolder
@@ -53,6 +54,7 @@ def preflight(recipe: Recipe, *, resume: bool = False) -> Preflight:
         check_warm_start(recipe=recipe, shape=shape)
     device = device_kind(recipe.placement.device)
     _check_attention(recipe=recipe, device=device)
+    check_sinks(recipe.observe.sinks)
     num_devices = count_gpus() if device == "cuda" else available_cores()
     placement = resolve_placement(placement=recipe.placement, device=device, num_devices=num_devices)
     check_float8(recipe=recipe, info=info, device=device, placement=placement)

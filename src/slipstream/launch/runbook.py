@@ -49,6 +49,10 @@ class RunBook:
                 num_steps=num_steps,
                 metrics_path=self._folder.metrics,
                 console_every_steps=self._recipe.observe.every_steps,
+                folder=self._folder.root,
+                recipe=self._recipe.model_dump(mode="json"),
+                project=self._recipe.observe.project,
+                wandb_mode=self._recipe.observe.wandb_mode,
             ),
         )
         self.state("training")
