@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import math
@@ -13,12 +14,20 @@ from test_observe_metrics import RECORD
 
 from slipstream.errors import PreflightError
 from slipstream.observe import sinks
+from slipstream.observe.facts import RunFacts
 from slipstream.observe.metrics import step_metrics
-from slipstream.observe.sinks import ConsoleSink, JsonlSink, MetricLog, RunFacts, open_metric_log
+from slipstream.observe.sinks import ConsoleSink, JsonlSink, MetricLog, open_metric_log
 
 
 def facts(tmp_path: Path, *, every: int = 10) -> RunFacts:
-    return RunFacts(name="run", num_steps=1000, metrics_path=tmp_path / "metrics.jsonl", console_every_steps=every)
+    return RunFacts(
+        name="run",
+        num_steps=1000,
+        metrics_path=tmp_path / "metrics.jsonl",
+        console_every_steps=every,
+        folder=tmp_path,
+        recipe={"plan": {"seed": 3}},
+    )
 
 
 class Listening:
@@ -94,7 +103,7 @@ def test_a_later_fault_is_reported_and_the_sink_tried_again(caplog: pytest.LogCa
 def test_a_full_disk_never_reaches_training(tmp_path: Path) -> None:
     if not Path("/dev/full").exists():
         pytest.skip("needs /dev/full")
-    where = RunFacts(name="run", num_steps=9, metrics_path=Path("/dev/full"), console_every_steps=1)
+    where = dataclasses.replace(facts(tmp_path), metrics_path=Path("/dev/full"))
     log = open_metric_log(["jsonl"], facts=where)
     log.write({"kind": "train", "step": 1})
     log.close()
@@ -136,3 +145,29 @@ def test_console_always_shows_the_last_and_the_skipped_step(tmp_path: Path) -> N
 def test_console_shows_everything_else(tmp_path: Path) -> None:
     shown = console_text(tmp_path, [{"kind": "validation", "step": 500, "acceptance_length": 3.25, "note": "[red]"}])
     assert shown == ["validation at step 500  acceptance_length 3.25  note [red]"]
+
+
+def test_a_terminal_has_a_bar_below_the_lines(tmp_path: Path) -> None:
+    out = io.StringIO()
+    sink = ConsoleSink(facts(tmp_path), console=Console(file=out, width=100, force_terminal=True, highlight=False))
+    ticks = iter([0.0, 0.0, 20.0, 20.0, 40.0, 40.0])
+    sink._clock = lambda: next(ticks, 40.0)
+    for step in range(0, 21, 5):
+        sink.write(train_line(step))
+    sink.write({"kind": "checkpoint", "step": 21})
+    shown = out.getvalue()
+    assert "step 21/1000  left 0:32:38" in shown
+    assert "checkpoint" in shown
+    assert shown.index("step 6/1000") < shown.index("step 16/1000")
+    sink.close()
+    sink.close()
+    assert out.getvalue().endswith("\x1b[2K")  # the bar is gone and the cursor stands where it was
+    assert console_text(tmp_path, [train_line(0)])[0].startswith("step 1/1000")  # no bar where there is no terminal
+
+
+def test_a_package_that_is_missing_is_named_with_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sinks, "missing_package", lambda name: "wandb" if name == "wandb" else None)
+    with pytest.raises(PreflightError, match=r"observe\.sinks = 'wandb': needs the package wandb") as caught:
+        open_metric_log(["jsonl", "wandb"], facts=facts(tmp_path))
+    assert "slipstream[sinks]" in caught.value.hint
+    assert not (tmp_path / "metrics.jsonl").exists()

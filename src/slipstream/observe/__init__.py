@@ -4,9 +4,10 @@ Waits for: nothing. Unblocked by: nothing; a fault in here is reported and train
 """
 
 from slipstream.observe.accounts import Account, AccountWriter
+from slipstream.observe.facts import RunFacts
 from slipstream.observe.metrics import StepRecord, process_memory_bytes, step_metrics
 from slipstream.observe.recording import open_account
-from slipstream.observe.sinks import SINKS, MetricLog, RunFacts, Sink, open_metric_log
+from slipstream.observe.sinks import SINKS, MetricLog, Sink, check_sinks, open_metric_log
 from slipstream.observe.spans import SpanLog, WorkerFacts
 from slipstream.observe.states import IDLE, STATES
 
@@ -22,6 +23,7 @@ __all__ = [
     "SpanLog",
     "StepRecord",
     "WorkerFacts",
+    "check_sinks",
     "open_account",
     "open_metric_log",
     "process_memory_bytes",

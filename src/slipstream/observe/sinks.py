@@ -7,28 +7,20 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TextIO
 
 from rich.console import Console
 from rich.markup import escape
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from slipstream.errors import PreflightError
+from slipstream.observe.facts import RunFacts
+from slipstream.observe.trackers import TensorBoardSink, TrackioSink, WandbSink, missing_package
 
 logger = logging.getLogger(__name__)
 
 Line = Mapping[str, object]
-
-
-@dataclass(frozen=True, slots=True)
-class RunFacts:
-    """What sinks are told at the start: the run's name, its planned steps, where files go, steps between console lines."""
-
-    name: str
-    num_steps: int
-    metrics_path: Path
-    console_every_steps: int
 
 
 class Sink(Protocol):
@@ -69,13 +61,17 @@ class JsonlSink:
 
 
 class ConsoleSink:
-    """One rich line every few steps, with the time that is left; every line that is no training step is shown."""
+    """One rich line every few steps, with the time that is left; every line that is no training step is shown.
+
+    On a terminal a bar below the lines follows every step.
+    """
 
     def __init__(self, facts: RunFacts, *, console: Console | None = None) -> None:
         self._facts = facts
         self._console = console or Console(stderr=True, highlight=False)
         self._clock: Callable[[], float] = time.monotonic
         self._first: tuple[int, float] | None = None
+        self._bar: tuple[Progress, TaskID] | None = None
 
     def write(self, line: Line) -> None:
         """Show a line if it is due."""
@@ -84,12 +80,26 @@ class ConsoleSink:
             self._first = self._first or (step, self._clock())
             if step % self._facts.console_every_steps == 0 or step == self._facts.num_steps - 1 or line["skipped"]:
                 self._console.print(self._train_line(line, step=step), soft_wrap=True)
+            if self._console.is_terminal:
+                self._follow(step)
             return
         shown = "  ".join(f"{name} {_short(value)}" for name, value in line.items() if name not in ("kind", "step"))
         self._console.print(f"[bold]{escape(kind)}[/bold] at step {step}  {escape(shown)}", soft_wrap=True)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Take the bar away."""
+        if self._bar is not None:
+            self._bar[0].stop()
+            self._bar = None
+
+    def _follow(self, step: int) -> None:
+        if self._bar is None:
+            columns = (BarColumn(bar_width=None), TextColumn("step {task.completed}/{task.total}  left {task.fields[left]}"))
+            progress = Progress(*columns, console=self._console, transient=True, auto_refresh=False, expand=True)
+            self._bar = (progress, progress.add_task("training", total=self._facts.num_steps, left="?"))
+            progress.start()
+        progress, task = self._bar
+        progress.update(task, completed=step + 1, left=self._time_left(step), refresh=True)
 
     def _train_line(self, line: Line, *, step: int) -> str:
         parts = [
@@ -115,7 +125,13 @@ class ConsoleSink:
         return f"{int(seconds // 3600)}:{int(seconds % 3600 // 60):02d}:{int(seconds % 60):02d}"
 
 
-SINKS: Mapping[str, Callable[[RunFacts], Sink]] = {"console": ConsoleSink, "jsonl": JsonlSink}
+SINKS: Mapping[str, Callable[[RunFacts], Sink]] = {
+    "console": ConsoleSink,
+    "jsonl": JsonlSink,
+    "tensorboard": TensorBoardSink,
+    "wandb": WandbSink,
+    "trackio": TrackioSink,
+}
 """Every sink that a recipe can name."""
 
 
@@ -167,10 +183,9 @@ class MetricLog:
 
 def open_metric_log(names: Sequence[str], *, facts: RunFacts) -> MetricLog:
     """Start the configured sinks. Raises `PreflightError` naming the one that does not start."""
+    check_sinks(names)
     sinks: dict[str, Sink] = {}
     for name in names:
-        if name not in SINKS:
-            raise PreflightError(key="observe.sinks", value=name, rule=f"is no sink; known: {', '.join(SINKS)}")
         try:
             sinks[name] = SINKS[name](facts)
         except Exception as error:  # foreign ground, and the run must stop on it in words
@@ -178,6 +193,21 @@ def open_metric_log(names: Sequence[str], *, facts: RunFacts) -> MetricLog:
                 started.close()
             raise PreflightError(key="observe.sinks", value=name, rule=f"this sink does not start: {error}") from error
     return MetricLog(sinks)
+
+
+def check_sinks(names: Sequence[str]) -> None:
+    """Refuse a sink that is not known, or whose package is not installed; imports none. Raises `PreflightError`."""
+    for name in names:
+        if name not in SINKS:
+            raise PreflightError(key="observe.sinks", value=name, rule=f"is no sink; known: {', '.join(SINKS)}")
+        package = missing_package(name)
+        if package is not None:
+            raise PreflightError(
+                key="observe.sinks",
+                value=name,
+                rule=f"needs the package {package}, which is not installed",
+                hint="pip install 'slipstream[sinks]', or leave it out",
+            )
 
 
 def _ends_with_newline(path: Path) -> bool:
