@@ -208,6 +208,8 @@ class PlacementSection(Section):
     slot_dtype: Literal["target", "float8_e4m3"] = "target"
     """Type of hidden states in slots: "target" rounds nothing; "float8_e4m3", with a scale for each token and tap, halves
     slots and copies, and is noise that a server does not have: its cost in acceptance length is not measured yet."""
+    cuda_graphs: Literal["auto", "on", "off"] = "auto"
+    """Replay a drafter's steps from CUDA graphs: "auto" does where launching takes over half of a step. Same results."""
     host_memory_gb: float = Field(default=16.0, gt=0)
     """Host memory for slots, in GiB; a schedule that needs more is refused."""
     max_restarts: int = Field(default=3, ge=0)

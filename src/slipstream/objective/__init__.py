@@ -3,19 +3,16 @@
 Waits for: the drafter's hidden states of a batch. Unblocked by: the drafter.
 """
 
-from slipstream.objective.block_loss import BlockLoss, block_loss, supervised_rows, weigh_rows
-from slipstream.objective.linear_ce import fill_rows, linear_ce, row_gradient
+from slipstream.objective.block_loss import BlockLoss, BlockLossParts, block_loss
+from slipstream.objective.linear_ce import linear_ce
 from slipstream.objective.weights import WEIGHTS, planned_denominator, slot_weights
 
 __all__ = [
     "WEIGHTS",
     "BlockLoss",
+    "BlockLossParts",
     "block_loss",
-    "fill_rows",
     "linear_ce",
     "planned_denominator",
-    "row_gradient",
     "slot_weights",
-    "supervised_rows",
-    "weigh_rows",
 ]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from slipstream.config.recipe import ObjectiveSection
-from slipstream.objective.linear_ce import linear_ce
+from slipstream.objective.linear_ce import fill_rows, linear_ce, row_gradient
 from slipstream.objective.weights import slot_weights
 from slipstream.records import BlockBatch
 
@@ -40,6 +40,44 @@ def block_loss(*, hidden_NBD: torch.Tensor, head_VD: torch.Tensor, batch: BlockB
     hidden_MD, labels_M = supervised_rows(hidden_NBD, batch)
     loss_M, hit_M = linear_ce(hidden_MD, head_VD, labels_M, objective.chunk_rows, num_rows=batch.num_rows)
     return weigh_rows(loss_M, hit_M, batch=batch, objective=objective)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockLossParts:
+    """`block_loss` in parts: `gather` and `weigh` launch the same for every batch, `fill` as many products as there are rows.
+
+    What `block_loss` differentiates by itself is put together by hand: the gradient of `weigh` by `loss_M`, then `spread`,
+    then that of `gather` by `hidden_NBD`. Each part runs the kernels of the whole.
+    """
+
+    objective: ObjectiveSection
+
+    def gather(self, hidden_NBD: torch.Tensor, batch: BlockBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows of the loss `[M, D]`, differentiable, and their labels int64 `[M]`."""
+        return supervised_rows(hidden_NBD, batch)
+
+    def fill(
+        self,
+        hidden_MD: torch.Tensor,
+        head_VD: torch.Tensor,
+        labels_M: torch.Tensor,
+        *,
+        num_rows: int,
+        loss_M: torch.Tensor,
+        hit_M: torch.Tensor,
+        unit_MD: torch.Tensor,
+    ) -> None:
+        """Loss fp32 `[M]`, hit bool `[M]` and unit gradient `[M, D]` of the first `num_rows` rows; others stay as they are."""
+        chunk_rows = self.objective.chunk_rows
+        fill_rows(hidden_MD, head_VD, labels_M, chunk_rows, num_rows=num_rows, loss_M=loss_M, hit_M=hit_M, unit_MD=unit_MD)
+
+    def weigh(self, loss_M: torch.Tensor, hit_M: torch.Tensor, *, batch: BlockBatch) -> BlockLoss:
+        """Sums of a batch, `loss_sum` differentiable in `loss_M`; rows without supervision have loss 0 and no hit."""
+        return weigh_rows(loss_M, hit_M, batch=batch, objective=self.objective)
+
+    def spread(self, grad_loss_M: torch.Tensor, unit_MD: torch.Tensor) -> torch.Tensor:
+        """The gradient by the rows `[M, D]`, 0 where `grad_loss_M` is 0."""
+        return row_gradient(grad_loss_M, unit_MD)
 
 
 def supervised_rows(hidden_NBD: torch.Tensor, batch: BlockBatch) -> tuple[torch.Tensor, torch.Tensor]:

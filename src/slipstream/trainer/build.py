@@ -15,7 +15,7 @@ from slipstream.config.drafter_shape import DrafterShape
 from slipstream.config.recipe import Recipe
 from slipstream.drafter import DFlashDrafter, make_block_batch, noise_std
 from slipstream.drafter.noise import add_noise
-from slipstream.objective import block_loss, planned_denominator
+from slipstream.objective import BlockLossParts, block_loss, planned_denominator
 from slipstream.observe import Account, MetricLog
 from slipstream.records import BlockBatch, Pack, Step, Use
 from slipstream.trainer.checkpoint import CheckpointIdentity, read_checkpoint
@@ -78,11 +78,11 @@ class Gpu:
 class MainRank:
     """The side jobs that rank 0 does for all. `validate(step)` returns metrics by name; none measures nothing.
 
-    "acceptance_length" among them decides which checkpoint is the best.
+    "acceptance_length" among them decides which checkpoint is the best. Without a folder for `checkpoints` none is written.
     """
 
     log: MetricLog
-    checkpoints: Path
+    checkpoints: Path | None
     validate: Callable[[int], Mapping[str, object]] | None
 
 
@@ -166,7 +166,7 @@ def _engine(
             target_fingerprint=parts.target_fingerprint,
             num_columns=len(columns),
             is_alone=parts.group is None,
-            saves=main is not None,
+            saves=main is not None and main.checkpoints is not None,
             log=main.log if main is not None else None,
             make_batch=_make_batch(parts),
             validate=partial(validate, start_step) if validate is not None else None,
@@ -223,6 +223,7 @@ def _column_pass(parts: RunParts, engine: Engine | None) -> ColumnPass:
         device=parts.device,
         account=parts.account,
         placing=engine.placing if engine else None,
+        parts=BlockLossParts(objective),
     )
 
 
@@ -241,7 +242,7 @@ def _validation(parts: RunParts, main: MainRank | None) -> ValidationHook | None
 def _saving(
     parts: RunParts, main: MainRank | None, *, identity: CheckpointIdentity, validation: ValidationHook | None
 ) -> Saving | None:
-    if main is None:
+    if main is None or main.checkpoints is None:
         return None
     keep = parts.recipe.checkpoint.keep
     writer = CheckpointWriter(folder=main.checkpoints, identity=identity, keep=keep, account=parts.account)

@@ -42,11 +42,42 @@ class FrozenEnds(Protocol):
     def head_VD(self) -> Tensor: ...
 
 
+class LossParts(Protocol):
+    """An objective in parts, launched in this order: `gather`, `fill`, `weigh`, `spread`. See `objective.BlockLossParts`."""
+
+    def gather(self, hidden_NBD: Tensor, batch: BlockBatch) -> tuple[Tensor, Tensor]:
+        """Rows of the loss `[M, D]`, differentiable, and their labels `[M]`."""
+        ...
+
+    def fill(
+        self,
+        hidden_MD: Tensor,
+        head_VD: Tensor,
+        labels_M: Tensor,
+        *,
+        num_rows: int,
+        loss_M: Tensor,
+        hit_M: Tensor,
+        unit_MD: Tensor,
+    ) -> None:
+        """Loss, hit and unit gradient of the first `num_rows` rows: the only part whose launches depend on the use."""
+        ...
+
+    def weigh(self, loss_M: Tensor, hit_M: Tensor, *, batch: BlockBatch) -> ColumnSums:
+        """Sums of a batch, `loss_sum` differentiable in `loss_M`."""
+        ...
+
+    def spread(self, grad_loss_M: Tensor, unit_MD: Tensor) -> Tensor:
+        """The gradient by the rows `[M, D]`."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class ColumnPass:
     """Computes one use after another. `loss(hidden_NBD=, head_VD=, batch=)` is the objective; `noise` changes hidden states.
 
-    `placing` brings staged uses to a GPU; without it a use is copied to `device` when its turn comes.
+    `placing` brings staged uses to a GPU; without it a use is copied to `device` when its turn comes. `parts` is the same
+    objective for recordings (`recorded.py`); without it, or without `placing`, a pass cannot be recorded.
 
     Raises `TargetError` when hidden states come from another target than the run's.
     """
@@ -59,16 +90,11 @@ class ColumnPass:
     device: torch.device
     account: Account
     placing: StagedPlacing | None = None
+    parts: LossParts | None = None
 
     def __call__(self, hidden: HiddenPack, column: PreparedColumn, *, denominator: float, tally: StepTally) -> None:
         """Forward, loss over the global step's denominator, backward. The slot may be released afterwards."""
-        assert hidden.pack_id == column.use.pack_id, f"pack {hidden.pack_id} came for {column.use.pack_id}"
-        if hidden.target_fingerprint != self.target_fingerprint:
-            raise TargetError(
-                key="target.model",
-                value=hidden.target_fingerprint,
-                rule=f"is not the run's target, {self.target_fingerprint}, yet pack {hidden.pack_id} came from it",
-            )
+        self.check(hidden, column)
         pack, step = column.use.pack_id, column.use.step
         with self.account.state("forward", pack=pack, step=step):
             bad_rows = count_bad_rows(hidden.hidden_TKD)
@@ -82,6 +108,16 @@ class ColumnPass:
         if self.placing is not None:
             self.placing.used()
         tally.add(sums, bad_rows=bad_rows, context_tokens=column.context_tokens, unique_tokens=column.unique_tokens)
+
+    def check(self, hidden: HiddenPack, column: PreparedColumn) -> None:
+        """Whether these hidden states are the column's, and of the run's target."""
+        assert hidden.pack_id == column.use.pack_id, f"pack {hidden.pack_id} came for {column.use.pack_id}"
+        if hidden.target_fingerprint != self.target_fingerprint:
+            raise TargetError(
+                key="target.model",
+                value=hidden.target_fingerprint,
+                rule=f"is not the run's target, {self.target_fingerprint}, yet pack {hidden.pack_id} came from it",
+            )
 
     def _place(self, column: PreparedColumn) -> Placed:
         """A use on the device; of an embedding kept in host memory, only the rows that its batch reads."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -16,9 +16,11 @@ from slipstream.config.drafter_shape import DrafterShape
 from slipstream.config.recipe import Recipe
 from slipstream.drafter import DFlashDrafter
 from slipstream.drafter.mask_arrays import mask_arrays, masks_over
+from slipstream.errors import PreflightError
 from slipstream.observe import MetricLog
 from slipstream.records import BlockBatch, Pack, Use
 from slipstream.trainer.column import FrozenEnds
+from slipstream.trainer.graph_choice import GraphReport, should_record, time_steps
 from slipstream.trainer.guard import Counters
 from slipstream.trainer.lanes import Lanes
 from slipstream.trainer.late_metrics import LateMetrics
@@ -86,9 +88,13 @@ class Engine:
         self.snapshot = Snapshot(lanes, optimizer=parts.optimizer, totals=self.metrics.totals) if parts.saves else None
         self.late_work = LateWork(work=work, settle=self._settle, log=parts.log)
         self._report: WarmUpReport | None = None
+        self._graphs: GraphReport | None = None
 
     def warm_up(self, trainer: Trainer) -> None:
-        """Every mode that training will use: steps of the largest and of the smallest use, and no gradient at all."""
+        """Every mode that training will use: steps of the largest and of the smallest use, and no gradient at all.
+
+        Between the two rounds steps are recorded, where that pays: the second round then replays them.
+        """
         parts = self._parts
         dtype = SLOT_TYPES.get(parts.recipe.target.dtype, torch.bfloat16)
         size = (parts.recipe.plan.pack_tokens, parts.shape.num_taps, parts.shape.hidden_size)
@@ -100,7 +106,14 @@ class Engine:
             Mode("no gradient", lambda: self._without_gradient(hidden_TKD)),
         ]
         then = [Mode("validation", parts.validate)] if parts.validate is not None else []
-        self._report = warm_up(modes, then=then, finish=self._lanes.finish, give_back=self._lanes.give_back)
+        report = warm_up(
+            modes,
+            then=then,
+            finish=self._lanes.finish,
+            give_back=self._lanes.give_back,
+            between=lambda: self._consider_recording(trainer, modes[0].run, hidden_TKD=hidden_TKD),
+        )
+        self._report = replace(report, graphs=self._graphs)
 
     def wait_for_room(self) -> None:
         """Sleep until a further step can be staged: in the thread that prepares."""
@@ -114,7 +127,30 @@ class Engine:
         self._parts.take_first()
         self._lanes.finish()
         took = time.perf_counter() - began
-        return WarmUpReport(seconds=self._report.seconds + took, modes={**self._report.modes, "first pack": took})
+        report = self._report
+        return replace(report, seconds=report.seconds + took, modes={**report.modes, "first pack": took})
+
+    def _consider_recording(self, trainer: Trainer, step: Callable[[], object], *, hidden_TKD: torch.Tensor) -> None:
+        """Record steps from here on if the recipe wants it, or leaves it open and it pays. Every rank decides for itself."""
+        wish = self._parts.recipe.placement.cuda_graphs
+        if wish == "off":
+            self._graphs = GraphReport(used=False, why='placement.cuda_graphs = "off"')
+            return
+        recorder = self._lanes.recorder() if trainer.can_record else None
+        if recorder is None:
+            why = "this device cannot record launches" if trainer.can_record else "this objective comes in one piece"
+            if wish == "on":
+                raise PreflightError(key="placement.cuda_graphs", value=wish, rule=why, hint='use "auto" or "off"')
+            self._graphs = GraphReport(used=False, why=why)
+            return
+        finish = self._lanes.finish
+        plain = time_steps(step, finish=finish)
+        used, why = should_record(plain, wish=wish)
+        if used:
+            trainer.record(recorder, hidden_TKD=hidden_TKD, several=self._parts.num_columns > 1)
+        # ranks of a group rehearse equally often, whatever each of them decides: a rehearsal reduces as a step does
+        recorded = time_steps(step, finish=finish) if used and self._parts.is_alone else None
+        self._graphs = GraphReport(used=used, why=why, plain=plain, recorded=recorded, nbytes=recorder.nbytes)
 
     def _made_up(self, num_valid: int) -> PreparedColumn:
         plan = self._parts.recipe.plan

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from slipstream.device.pinned import PinnedSlots
 from slipstream.device.streams import CudaStreams, Event, Stream, Streams
+from slipstream.trainer.recorder import CudaRecorder, Recorder
 
 SPAN_BYTES = 1 << 30
 """Slabs are page-locked in pieces of this size, in the background; a copy must not cross a border."""
@@ -83,6 +84,10 @@ class Lanes(ABC):
         """What is launched on the compute stream from here on runs after the event."""
         self._streams.wait(event, by=self._compute)
 
+    def recorder(self) -> Recorder | None:
+        """What records work of the compute stream, for it to replay; none where that cannot be done."""
+        return None
+
     @abstractmethod
     def timed_event(self) -> TimedEvent:
         """A new event that knows its time."""
@@ -118,6 +123,10 @@ class CudaLanes(Lanes):
     def __init__(self, device: torch.device) -> None:
         self.device = device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
         super().__init__(CudaStreams(self.device))
+
+    def recorder(self) -> Recorder:
+        """CUDA graphs."""
+        return CudaRecorder(self.device)
 
     def timed_event(self) -> TimedEvent:
         """Waiting for it sleeps."""

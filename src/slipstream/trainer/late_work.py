@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, Protocol
 
 import torch
@@ -130,9 +131,12 @@ class LateWork(Hook):
         self._seen = dict(self._work.counts())
         self._work.names()
         logger.info("warm-up took %.1f s: %s", report.seconds, dict(self._seen))
+        if report.graphs is not None:
+            logger.info("CUDA graphs are %s: %s", "used" if report.graphs.used else "not used", report.graphs.why)
         if self._log is not None:
+            graphs = {} if report.graphs is None else {"cuda_graphs": asdict(report.graphs)}
             line = {"kind": "warm_up", "step": step, "seconds": report.seconds, "modes": dict(report.modes), **self._seen}
-            self._log.write(line)
+            self._log.write({**line, **graphs})
 
     def after_step(self, step: int, records: Sequence[StepRecord]) -> None:
         """Compare."""

@@ -23,9 +23,12 @@ from slipstream.trainer.hooks import Hook
 from slipstream.trainer.learning_rate import learning_rate
 from slipstream.trainer.optim import FlatAdamW
 from slipstream.trainer.prefetch import PreparedStep, StepPrefetch
+from slipstream.trainer.recorded import RecordedColumns, RecordedEnd
+from slipstream.trainer.recorder import Recorder
 from slipstream.trainer.reduction import GradientSum
 from slipstream.trainer.saving import CheckpointWriter
 from slipstream.trainer.snapshot import Snapshot
+from slipstream.trainer.step_end import StepEnd
 from slipstream.trainer.tally import StepTally
 
 PREPARED_STEPS = 2
@@ -114,9 +117,11 @@ class Trainer:
     ) -> None:
         self.optimizer, self.source, self.hooks, self.counters = optimizer, source, tuple(hooks), counters
         self.num_steps, self.start_step, self._plan_digest, self._section = num_steps, start_step, plan_digest, section
-        self.prepare, self._column_pass, self._group, self._account = prepare, column_pass, group, account
+        self.prepare, self._group, self._account = prepare, group, account
         self._checkpoint_every_steps, self._saving = checkpoint_every_steps, saving
         self._tally = StepTally(optimizer.extra, block_size=block_size)
+        self._column_pass: ColumnPass | RecordedColumns = column_pass
+        self._end: StepEnd | RecordedEnd = StepEnd(optimizer=optimizer, tally=self._tally)
         self.metrics: Metrics = metrics or MetricsRing()
         self._snapshot, self._warm_up, self._room = snapshot, warm_up, room
 
@@ -216,9 +221,27 @@ class Trainer:
         with account.state("optimizer", step=prepared.index):
             if self._snapshot is not None:
                 self._snapshot.before_update()
-            finite = torch.zeros_like(tally.finite()) if rehearsal else tally.finite()
-            norm, good = optimizer.step(learning_rate=rate, finite=finite)
-        return tally.result(step=prepared.index, gradient_norm=norm, finite=good, learning_rate=rate)
+            return self._end(step=prepared.index, learning_rate=rate, rehearsal=rehearsal)
+
+    def record(self, recorder: Recorder, *, hidden_TKD: torch.Tensor, several: bool) -> None:
+        """From here on steps are replayed, with the same results. In warm-up; `several` columns a step, packs like this one."""
+        assert isinstance(self._column_pass, ColumnPass), "steps are recorded once"
+        assert isinstance(self._end, StepEnd)
+        columns = RecordedColumns(
+            self._column_pass,
+            hidden_TKD=hidden_TKD,
+            optimizer=self.optimizer,
+            tally=self._tally,
+            recorder=recorder,
+            several=several,
+        )
+        self._end = RecordedEnd(self._end, recorder=recorder, unreached=columns.unreached)
+        self._column_pass = columns
+
+    @property
+    def can_record(self) -> bool:
+        """Whether its columns are staged and its objective comes in parts."""
+        return isinstance(self._column_pass, ColumnPass) and None not in (self._column_pass.placing, self._column_pass.parts)
 
     def _checkpoint(self, done: int) -> None:
         if self._saving is None:

@@ -152,6 +152,11 @@ class FlatAdamW:
         return norm, good
 
     @property
+    def overwrites(self) -> bool:
+        """Whether the next gradients are the step's first, which take the place of the sums. Never on a CPU."""
+        return self._stale is not None and len(self._stale) == len(self.regions)
+
+    @property
     def stale(self) -> frozenset[str]:
         """Parameters whose sums the next gradient overwrites: no gradient of this step has reached them. None on a CPU."""
         return frozenset(self._stale or ())

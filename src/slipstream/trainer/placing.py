@@ -34,14 +34,16 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """A place for one use after another: `placed` and `numbers` are views of `memory`, for work that keeps its addresses.
+    """A place for one use after another, for work that keeps its addresses: `arrays` and `numbers` are views of `memory`.
 
-    All arrays have their full lengths; rows of the loss that a use has not are padding. `numbers` fp32 `[3]`: one over the
-    step's denominator, which is the gradient of the loss's sum; context tokens; unique tokens.
+    All arrays have their full lengths; rows of the loss that a use has not are padding. Of `batch`, what is one use's alone
+    is void. `numbers` fp32 `[3]`: one over the step's denominator, which is the gradient of the loss's sum; context tokens;
+    unique tokens.
     """
 
     memory: Tensor
-    placed: Placed
+    arrays: Arrays
+    batch: BlockBatch
     numbers: Tensor
 
 
@@ -94,12 +96,16 @@ class StagedPlacing:
         self._ring.used()
 
     def settle(self) -> Settled:
-        """A place that stays, in new memory on the device. What its batch says of one use alone, number of rows too, is void."""
+        """A place that stays, in device memory of its own."""
         memory = self._lanes.buffer(self._layout.nbytes)
         memory.zero_()
         arrays = self._layout.whole(memory)
         batch = dataclasses.replace(self._largest, num_rows=len(arrays["rows_M"]))
-        return Settled(memory=memory, placed=self._placed(batch, arrays), numbers=arrays[NUMBERS])
+        return Settled(memory=memory, arrays=arrays, batch=batch, numbers=arrays[NUMBERS])
+
+    def placed(self, settled: Settled) -> Placed:
+        """The use that is in a place. To be asked for with each pass: some masks are computed from the arrays."""
+        return self._placed(settled.batch, settled.arrays)
 
     def send_to(self, settled: Settled, staged: StagedArrays) -> None:
         """A use to a place that stays, behind what was launched on its predecessor. Waits for nothing."""

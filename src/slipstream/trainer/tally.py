@@ -47,8 +47,8 @@ class StepTally:
         return len(NAMES) + 2 * block_size
 
     @torch.no_grad()
-    def add(self, sums: ColumnSums, *, bad_rows: Tensor, context_tokens: int, unique_tokens: int) -> None:
-        """Add one use. The token counts come from the plan, the rest is on the device already."""
+    def add(self, sums: ColumnSums, *, bad_rows: Tensor, context_tokens: int | Tensor, unique_tokens: int | Tensor) -> None:
+        """Add one use. The token counts come from the plan, as numbers or on the device, where the rest is."""
         for name in ("loss_sum", "weight_sum", "accepted_sum", "anchors"):
             self._scalar(name).add_(getattr(sums, name).detach())
         self._scalar("bad_rows").add_(bad_rows)
@@ -69,6 +69,12 @@ class StepTally:
     def result(self, *, step: int, gradient_norm: Tensor, finite: Tensor, learning_rate: float) -> StepResult:
         """The step's result, in memory of its own."""
         vector = self.vector.clone()
+        return self.result_of(vector, step=step, gradient_norm=gradient_norm, finite=finite, learning_rate=learning_rate)
+
+    def result_of(
+        self, vector: Tensor, *, step: int, gradient_norm: Tensor, finite: Tensor, learning_rate: float
+    ) -> StepResult:
+        """The result that a copy of the vector holds, as views of it."""
         scalars = {name: vector[index] for index, name in enumerate(NAMES) if name != "stop"}
         hits, supervised = self._by_slot(vector)
         return StepResult(

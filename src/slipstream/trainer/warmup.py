@@ -16,6 +16,7 @@ import numpy as np
 from torch import Tensor
 
 from slipstream.records import HiddenPack, Pack, Use
+from slipstream.trainer.graph_choice import GraphReport
 
 ROUNDS = 2
 
@@ -30,22 +31,30 @@ class Mode:
 
 @dataclass(frozen=True, slots=True)
 class WarmUpReport:
-    """How long warm-up took, and the first run of each mode."""
+    """How long warm-up took, and the first run of each mode; what was decided on recordings, where they were thought of."""
 
     seconds: float
     modes: Mapping[str, float]
+    graphs: GraphReport | None = None
 
 
 def warm_up(
-    modes: Sequence[Mode], *, then: Sequence[Mode], finish: Callable[[], None], give_back: Callable[[], None]
+    modes: Sequence[Mode],
+    *,
+    then: Sequence[Mode],
+    finish: Callable[[], None],
+    give_back: Callable[[], None],
+    between: Callable[[], None] = lambda: None,
 ) -> WarmUpReport:
     """Run all `modes`, the biggest first, in two rounds; then those of `then`, which are long and compile little, once.
 
-    `finish` waits for the device, `give_back` frees what is cached and unused.
+    `finish` waits for the device, `give_back` frees what is cached and unused. `between` the rounds all is compiled.
     """
     began = time.perf_counter()
     first: dict[str, float] = {}
     for number in range(ROUNDS):
+        if number == ROUNDS - 1:
+            between()
         give_back()
         for mode in (*modes, *then) if number == ROUNDS - 1 else modes:
             since = time.perf_counter()
