@@ -134,7 +134,7 @@ REFUSALS: list[tuple[list[str], str, Any, str]] = [
     (["drafter.dtype=float8"], "drafter.dtype", "float8", "'bfloat16' or 'float32'"),
     (["target.tap_layers=all"], "target.tap_layers", "all", "'spread', or input should be a valid tuple"),
     (["drafter.layer_types=causal"], "drafter.layer_types", "causal", "'full' or 'sliding', or"),
-    (["observe.sinks=[\"console\", \"tb\"]"], "observe.sinks.1", "tb", "'console' or 'jsonl'"),
+    (["observe.sinks=[\"console\", \"tb\"]"], "observe.sinks.1", "tb", "'wandb' or 'trackio'"),
 ]  # fmt: skip
 
 

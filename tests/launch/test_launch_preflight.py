@@ -23,6 +23,7 @@ from slipstream.config import dump_recipe
 from slipstream.corpus.meta import read_meta, write_meta
 from slipstream.errors import UsageError
 from slipstream.launch.preflight import Preflight, preflight
+from slipstream.observe.trackers import PACKAGES
 from slipstream.runfolder import RunFolder
 
 
@@ -116,6 +117,7 @@ def test_target_files_that_are_missing_or_damaged(ground: Path, spoil: Callable[
         ({"drafter__num_key_value_heads": 3}, "drafter.num_key_value_heads", 3, "must divide the number of query heads, 4"),
         ({"drafter__head_dim": 15}, "drafter.head_dim", 15, "must be even"),
         ({"drafter__attention": "flex"}, "drafter.attention", "flex", "has no backward on a CPU"),
+        ({"placement__cuda_graphs": "on"}, "placement.cuda_graphs", "on", "has no CUDA graphs"),
     ],
 )
 def test_what_target_and_drafter_cannot_be_together(
@@ -283,6 +285,14 @@ def test_float8_where_it_cannot_be_multiplied(ground: Path, monkeypatch: pytest.
     rewrite(ground / "target" / "config.json", model_type="gemma2")
     error = refusal(ground, **split, placement__target_gpus=[1], placement__drafter_gpus=[0])
     assert_says(error, key="target.dtype", value="float8", rule="has no layers for a target of type gemma2")
+
+
+def test_a_sink_whose_package_is_not_installed(ground: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PACKAGES, "wandb", "no_such_package")  # type: ignore[arg-type]
+    assert preflight(recipe_of(ground, observe__sinks=["jsonl", "tensorboard"])).recipe.observe.sinks[1] == "tensorboard"
+    error = refusal(ground, observe__sinks=["jsonl", "wandb"])
+    assert_says(error, key="observe.sinks", value="wandb", rule="needs the package no_such_package")
+    assert "slipstream[sinks]" in error.hint
 
 
 def test_slots_beyond_the_machine(ground: Path) -> None:
