@@ -104,8 +104,8 @@ def test_a_slow_loader_is_named_and_targets_that_wait_for_it_are_a_consequence()
 
 def test_a_rank_that_is_late_is_named_and_evening_it_out_gives_what_was_said() -> None:
     plant = Plant(ranks=2, columns=4, target=lambda pack: 0.02, use=lambda rank: 0.3 if rank == 1 else 0.1)
-    verdict = judge(planted(plant))
-    finding = next(found for found in verdict.findings if found.kind == "rank_imbalance")
+    assert kinds(judge(planted(plant))) == ["rank_imbalance", "back_pressure"]
+    finding = first(planted(plant), "rank_imbalance")
     assert finding.sentence.startswith("drafter-1 works")
     assert within_ten_percent(finding.predicted_gain, gained(plant, use=lambda rank: 0.1))
 
@@ -221,6 +221,8 @@ def test_too_few_steps_are_not_judged() -> None:
     run = planted(Plant(steps=4))
     assert judge(run) == Verdict(headline="too few steps to judge: 4 of 4 were made")
     assert judge(RunData(root=run.root)).headline.startswith("too few steps")
+    without_spans = replace(run, spans={}, recipe={**run.recipe, "observe": {"spans": False}})
+    assert judge(without_spans).headline == "nothing to judge by: observe.spans is false"
 
 
 def test_the_error_of_the_prediction_is_stated() -> None:

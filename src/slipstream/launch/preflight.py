@@ -13,13 +13,15 @@ from pathlib import Path
 
 from slipstream.config import DrafterShape, Recipe, TargetInfo, resolve_drafter
 from slipstream.corpus.meta import CorpusMeta
+from slipstream.device.gpus import GpuFacts, visible_gpus
 from slipstream.device.kind import DeviceKind, compute_capability, count_gpus, device_kind
 from slipstream.device.limits import available_cores
 from slipstream.errors import PreflightError
+from slipstream.launch.forecast import place
 from slipstream.launch.given import check_validation, check_warm_start, read_corpus, read_target
 from slipstream.observe import check_sinks
 from slipstream.plan.memory_target import FUSED_TYPES
-from slipstream.plan.placement import Placement, resolve_placement
+from slipstream.plan.placement import Placement
 from slipstream.runfolder import RunFolder
 
 GIB = 2**30
@@ -43,8 +45,12 @@ class Preflight:
     resume: bool
 
 
-def preflight(recipe: Recipe, *, resume: bool = False) -> Preflight:
-    """Check a recipe against this machine, its target and its corpus, before anything loads. Raises on the first violation."""
+def preflight(recipe: Recipe, *, resume: bool = False, elsewhere: tuple[GpuFacts, ...] | None = None) -> Preflight:
+    """Check a recipe against this machine, its target and its corpus, before anything loads. Raises on the first violation.
+
+    The recipe of the result has the placement that automatic mode chose put in. `elsewhere` are the GPUs of another machine,
+    to plan for: what only that machine can tell, its disk, its memory and what its GPUs can do, is not checked.
+    """
     info = read_target(recipe)
     shape = resolve_drafter(recipe=recipe, info=info)
     corpus = read_corpus(recipe=recipe, info=info, shape=shape)
@@ -52,15 +58,18 @@ def preflight(recipe: Recipe, *, resume: bool = False) -> Preflight:
     folder = RunFolder(Path(recipe.runs) / recipe.name)
     if not (resume and any(folder.checkpoints.glob("step-*"))):  # a checkpoint's weights come after those of any warm start
         check_warm_start(recipe=recipe, shape=shape)
-    device = device_kind(recipe.placement.device)
+    device = device_kind(recipe.placement.device) if elsewhere is None else "cuda"
     _check_attention(recipe=recipe, device=device)
+    _check_graphs(recipe=recipe, device=device)
     check_sinks(recipe.observe.sinks)
-    num_devices = count_gpus() if device == "cuda" else available_cores()
-    placement = resolve_placement(placement=recipe.placement, device=device, num_devices=num_devices)
-    check_float8(recipe=recipe, info=info, device=device, placement=placement)
+    num_devices = available_cores() if device == "cpu" else count_gpus() if elsewhere is None else len(elsewhere)
+    gpus = elsewhere if elsewhere is not None else visible_gpus() if device == "cuda" else ()
+    recipe, placement = place(recipe=recipe, info=info, shape=shape, device=device, num_devices=num_devices, gpus=gpus)
     check_run_folder(folder=folder, resume=resume)
-    _check_disk(recipe=recipe, folder=folder, shape=shape)
-    _check_host_memory(recipe)
+    if elsewhere is None:
+        check_float8(recipe=recipe, info=info, device=device, placement=placement)
+        _check_disk(recipe=recipe, folder=folder, shape=shape)
+        _check_host_memory(recipe)
     return Preflight(
         recipe=recipe,
         info=info,
@@ -127,6 +136,16 @@ def _against_float8(*, model_type: str, device: DeviceKind, gpus: Sequence[int])
         if capability is not None and capability < FLOAT8_CAPABILITY:
             return f"needs compute capability {lowest} or more, and GPU {gpu} has {'.'.join(map(str, capability))}"
     return None
+
+
+def _check_graphs(*, recipe: Recipe, device: DeviceKind) -> None:
+    if recipe.placement.cuda_graphs == "on" and device == "cpu":
+        raise PreflightError(
+            key="placement.cuda_graphs",
+            value="on",
+            rule="a CPU, which is what this run trains on, has no CUDA graphs",
+            hint='use "auto" or "off"',
+        )
 
 
 def _check_disk(*, recipe: Recipe, folder: RunFolder, shape: DrafterShape) -> None:

@@ -97,7 +97,7 @@ def flow_findings(measured: Measured, *, queues: Samples) -> list[Finding]:
         return [_starvation(measured, starved=starved, at_work=at_work, depth=depth)]
     if blocked < WAITS:
         return [_balanced(measured, starved=starved, blocked=blocked)]
-    if max(held_up(worker) for worker in measured.trainers) >= WAITS:
+    if max(held_up(worker) for worker in measured.trainers) >= WAITS or _skew(measured) >= WAITS:
         return [_back_pressure(measured, blocked=blocked)]
     return [_drafter_bound(measured, blocked=blocked)]
 
@@ -105,6 +105,12 @@ def flow_findings(measured: Measured, *, queues: Samples) -> list[Finding]:
 def held_up(worker: Worker) -> float:
     """Share in which a rank does not train for reasons of its own: neither hidden states nor other ranks keep it."""
     return worker.lost("wait_loader") + worker.share(*PAUSES)
+
+
+def _skew(measured: Measured) -> float:
+    """How much longer the rank that waits most for its peers does so than the one that waits least."""
+    waits = [worker.lost("wait_peer") for worker in measured.trainers]
+    return max(waits) - min(waits)
 
 
 def _mean(workers: Sequence[Worker], *waits: str) -> float:
@@ -229,8 +235,8 @@ def _without(measured: Measured, share: float) -> float:
 
 
 def _back_pressure(measured: Measured, *, blocked: float) -> Finding:
-    worst = max(measured.trainers, key=held_up)
-    states = {state: worst.share(state) for state in ("wait_loader", *PAUSES) if worst.share(state)}
+    worst = max(measured.trainers, key=lambda worker: held_up(worker) + worker.lost("wait_peer"))
+    states = {state: worst.share(state) for state in ("wait_loader", "wait_peer", *PAUSES) if worst.share(state)}
     named = ", ".join(f"{percent(share)} in {state}" for state, share in sorted(states.items(), key=lambda pair: -pair[1]))
     return Finding(
         kind="back_pressure",

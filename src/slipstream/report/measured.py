@@ -126,7 +126,7 @@ def measure(run: RunData, *, window: float | None = None) -> Measured | None:
     if len(ends) < LEAST_STEPS + 1:
         return None
     begin, end, count = float(ends[0]), float(ends[-1]), len(ends) - 1
-    workers = [_worker(found, begin=begin, end=end) for _, found in sorted(spans.items())]
+    workers = [worker_in(found, begin=begin, end=end) for _, found in sorted(spans.items())]
     tokens, unique = _tokens_per_step(run, first=int(steps[1]), last=int(steps[-1]))
     plan = run.recipe.get("plan", {})
     work = Workload(
@@ -198,7 +198,8 @@ def _newest_start(spans: Spans) -> Spans:
     return spans.pick(spans.start >= spans.starts[-1]) if spans.starts else spans
 
 
-def _worker(spans: Spans, *, begin: float, end: float) -> Worker:
+def worker_in(spans: Spans, *, begin: float, end: float) -> Worker:
+    """What a worker did in a window, in Unix seconds."""
     inside, seconds = spans.between(begin, end), end - begin
 
     def shares(lane: str) -> dict[str, float]:

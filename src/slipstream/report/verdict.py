@@ -20,7 +20,7 @@ HARMLESS = ("balanced",)
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a run's steady state says. `findings`: the costliest cause first; "balanced" alone where nothing is wrong.
+    """What a run's steady state says. `findings`: the cause worth most first; "balanced" alone where nothing is wrong.
 
     `shares` of the window by worker and state; `window` in Unix seconds; `tokens_per_second` trained context tokens;
     `costs` the stage costs as measured; `predictions` of all layouts, calibrated on what was measured;
@@ -70,10 +70,10 @@ def judge(run: RunData, *, window: float | None = None) -> Verdict:
     )
 
 
-def _rank(finding: Finding) -> tuple[int, float]:
-    """Causes before consequences before what is no fault; within them the costliest first."""
+def _rank(finding: Finding) -> tuple[int, float, float]:
+    """Causes before consequences before what is no fault; within them first what would gain most, then what costs most."""
     order = 2 if finding.kind in HARMLESS else 1 if finding.kind in CONSEQUENCES else 0
-    return order, -finding.share_lost
+    return order, -(finding.predicted_gain or 0.0), -finding.share_lost
 
 
 def _headline(first: Finding, *, measured: Measured, error: float | None) -> str:
@@ -93,4 +93,6 @@ def _error(run: RunData, measured: Measured) -> float | None:
 
 
 def _too_early(run: RunData) -> str:
+    if run.recipe.get("observe", {}).get("spans") is False:
+        return "nothing to judge by: observe.spans is false"
     return f"too few steps to judge: {len(run.train)} of {run.state.get('steps') or 'unknown'} were made"

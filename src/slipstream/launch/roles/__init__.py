@@ -3,7 +3,8 @@
 The account that a role is given is in state "load" until the role lets it rest.
 
 `answers`: the target answers the validation prompts · `target`: hidden states into shared slots · `drafter`: trains from them ·
-`colocated`: both in one process, nothing crosses. A role's module is imported only by a process that plays it.
+`colocated`: both in one process, nothing crosses · `probe-target`, `probe-drafter`: a stage alone, to be measured. A role's
+module is imported only by a process that plays it.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ ROLES: Mapping[str, str] = {
     "target": "slipstream.launch.roles.target:play_target",
     "drafter": "slipstream.launch.roles.drafter:play_drafter",
     "colocated": "slipstream.launch.roles.colocated:play_colocated",
+    "probe-target": "slipstream.launch.roles.probe:play_probe_target",
+    "probe-drafter": "slipstream.launch.roles.probe:play_probe_drafter",
 }
 
 
