@@ -113,6 +113,16 @@ def test_a_start_behind_a_torn_line_is_not_lost(tmp_path: Path) -> None:
     assert (spans.seconds[-1], spans.pack[-1], spans.step[-1]) == (2.0, 5, 9)
 
 
+def test_dropped_spans_are_counted_over_all_starts(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "dropped", steps=2)
+    path = run.spans / "drafter-0.jsonl"
+    for count in (15, 4):
+        append(path, json.dumps({"kind": "dropped", "spans": count}) + "\n" + start("drafter-0", unix=BEGAN + 100))
+    spans = read_run(run.root).spans
+    assert spans["drafter-0"].dropped == 19
+    assert spans["target-0"].dropped == 0
+
+
 def test_a_resumed_run_replaces_the_steps_it_makes_again(tmp_path: Path) -> None:
     run = make_run(tmp_path / "resumed", steps=10, validate_every=5)
     rng = np.random.default_rng(1)

@@ -39,8 +39,8 @@ class SpanLog:
 
     The first line of each start is a header with the worker's facts and `unix_ns`, the wall clock that all `start_us` count
     from; then arrays `[lane, state, start_us, micros, pack id or null, step or null]`. Times are of `clock`, in nanoseconds.
-    `before_write` is called by the thread before each write. A disk that fails later is reported once and never stops the
-    worker. Raises `OSError` when the file cannot be opened.
+    Where spans were dropped, a line `{"kind": "dropped", "spans": how many}` is the last. `before_write` is called by the
+    thread before each write. A disk that fails later is reported once and never stops the worker. Raises `OSError` when the file cannot be opened.
     """
 
     def __init__(
@@ -90,6 +90,8 @@ class SpanLog:
         self._closing.set()
         self._thread.join()
         self._write_waiting()
+        if self.dropped:
+            self._write(json.dumps({"kind": "dropped", "spans": self.dropped}) + "\n", count=0)
         try:
             self._file.close()
         except OSError:
