@@ -95,6 +95,8 @@ class SpanMaker:
                     yield from self._span(state, seconds * 1_000_000, pack=None, step=None if target else step)
             packs = range(step * self.packs_per_step, (step + 1) * self.packs_per_step)
             mine = [pack for pack in packs if not target or pack % share == rank]
+            if not mine:
+                yield from self._span("wait_slot", int(micros), pack=None, step=None)
             for pack in mine:
                 for state, part in self.cycle:
                     took = max(20, int(micros / len(mine) * part))

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from run_maker import make_run
 from typer.testing import CliRunner
 
-from run_maker import make_run
 from slipstream.cli.main import app
 
 

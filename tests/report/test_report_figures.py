@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-
 from run_maker import BEGAN, make_run
+
 from slipstream.report.figures import run_figures
 from slipstream.report.html import to_json
 from slipstream.report.reading import read_run
@@ -71,7 +71,9 @@ def test_stages_have_their_counts_and_percentiles(tmp_path: Path) -> None:
 
 def test_figures_tell_the_whole_run(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "one", steps=60)
-    (folder.schedule).mkdir()
+    with folder.metrics.open("a") as file:
+        file.write(json.dumps({"kind": "memory", "step": 60, "role": "drafter", "rank": 0, "peak_bytes": 56e9}) + "\n")
+    folder.schedule.mkdir()
     (folder.schedule / "schedule.json").write_text(json.dumps({"summary": {"packs": 120}}))
     figures = run_figures(read_run(folder.root))
     assert json.loads(to_json(figures)) == figures
@@ -86,8 +88,11 @@ def test_figures_tell_the_whole_run(tmp_path: Path) -> None:
     assert 0 < queue["share_empty"] < 1
     assert [gpu["gpu"] for gpu in figures["gpus"]] == [0, 1, 2]
     memory = {row["role"]: row for row in figures["memory"]}
-    assert memory["drafter"]["where"] == "GPU 2"
-    assert 61e9 < memory["drafter"]["measured_bytes"] < 62e9
+    assert memory["drafter"]["gpu"] == 2
+    assert 61e9 < memory["drafter"]["gpu_bytes"] < 62e9
+    assert (memory["drafter"]["peak_bytes"], memory["drafter"]["host_bytes"]) == (56e9, None)
+    assert memory["drafter"]["off"] == pytest.approx(58 / 56 - 1)
+    assert memory["target"]["peak_bytes"] is None
     assert figures["plan"] == {"packs": 120}
 
 
@@ -104,6 +109,5 @@ def test_without_gpus_the_hosts_memory_counts(tmp_path: Path) -> None:
     for path in folder.spans.iterdir():
         path.write_text(path.read_text().replace('"gpu": 2', '"gpu": null'))
     memory = {row["role"]: row for row in run_figures(read_run(folder.root))["memory"]}
-    assert memory["drafter"]["where"] == "host"
-    assert memory["drafter"]["measured_bytes"] == 9_000_009_000
-    assert memory["target"]["measured_bytes"] is None
+    assert memory["drafter"]["host_bytes"] == 9_000_009_000
+    assert memory["target"]["host_bytes"] is memory["drafter"]["gpu_bytes"] is memory["drafter"]["off"] is None

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 from run_maker import BEGAN, make_run
+
 from slipstream.report.codec import decode
 from slipstream.report.html import SCRIPTS, STYLES, read_asset, report_page
 from slipstream.report.lanes import choose_thinning, thin

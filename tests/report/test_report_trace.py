@@ -5,10 +5,12 @@ from __future__ import annotations
 import gzip
 import json
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from run_maker import BEGAN, make_run
+
 from slipstream.report.reading import read_run
 from slipstream.report.trace import write_trace
 
@@ -31,7 +33,7 @@ def test_every_span_is_there_once_and_none_overlap(tmp_path: Path) -> None:
     for event in spans:
         lanes.setdefault((event["pid"], event["tid"]), []).append(event)
     for lane in lanes.values():
-        for one, following in zip(lane, lane[1:], strict=False):
+        for one, following in pairwise(lane):
             assert one["ts"] + one["dur"] <= following["ts"]
     names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
     assert list(names.values()) == ["queues and GPUs", "target-0 (GPU 0)", "target-1 (GPU 1)", "drafter-0 (GPU 2)"]

@@ -12,8 +12,8 @@ from urllib.parse import quote
 
 import numpy as np
 import pytest
-
 from run_maker import make_run, train_line
+
 from slipstream.errors import UsageError
 from slipstream.report.codec import decode
 from slipstream.report.web import LiveServer, serve

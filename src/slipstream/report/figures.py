@@ -18,6 +18,8 @@ RAMP_SHARE = 0.05
 RAMP_STEPS = 50
 """Steps at the start that rates leave out: this share of the run, at most so many."""
 LAST_SHARE = 0.05
+TOLD = ("warm_up", "late", "late_work", "restart", "sink_failed", "bad_rows")
+"""Kinds of lines of metrics that are shown as events."""
 
 
 def run_figures(run: RunData) -> dict[str, Any]:
@@ -37,6 +39,7 @@ def run_figures(run: RunData) -> dict[str, Any]:
         "restarts": run.state.get("restarts", 0),
         "seconds": run.end - run.begin,
         "training_seconds": window[1] - window[0] if window else None,
+        "training_after_seconds": window[0] - run.begin if window else None,
         "time_left_seconds": _time_left(run),
         "rates": rates(run),
         "results": results(run),
@@ -47,7 +50,7 @@ def run_figures(run: RunData) -> dict[str, Any]:
         "memory": memory_rows(run),
         "prediction": run.prediction,
         "plan": plan_summary(run),
-        "late": [line for line in run.events if line.get("kind") in ("late", "warm_up", "restart", "sink_failed", "bad_rows")],
+        "told": [line for line in run.events if line.get("kind") in TOLD],
         "torn_lines": run.torn_lines,
     }
 
@@ -127,16 +130,28 @@ def gpu_rows(gpus: Samples) -> list[dict[str, Any]]:
 
 
 def memory_rows(run: RunData) -> list[dict[str, Any]]:
-    """Predicted and measured bytes of each process that was predicted: on its GPU, else as resident in the host's memory."""
+    """Each process that was predicted, with the bytes that were measured of it.
+
+    `peak_bytes` is what torch's allocator had handed out at most, told by the process at its end, and `off` how much more was
+    predicted, as a share; `gpu_bytes` the most that was taken on its GPU, by whomever; `host_bytes` the most that a drafter
+    without a GPU had resident, libraries included.
+    """
+    told = {(line.get("role"), line.get("rank")): line for line in run.events if line.get("kind") == "memory"}
     rows = []
     for predicted in (run.prediction or {}).get("memory") or []:
-        gpu = next((s.gpu for s in run.spans.values() if (s.role, s.rank) == (predicted["role"], predicted["rank"])), None)
-        measured, where = None, None
-        if gpu is not None and len(of_gpu := run.gpus.where("gpu", gpu)):
-            measured, where = _percentile(of_gpu["memory_bytes"], 100), f"GPU {gpu}"
-        elif gpu is None and predicted["role"] != "target" and run.train and predicted["rank"] == 0:
-            measured, where = _percentile(column(run.train, "memory_bytes"), 100), "host"
-        rows.append({**predicted, "measured_bytes": measured, "where": where})
+        who = predicted["role"], predicted["rank"]
+        gpu = next((spans.gpu for spans in run.spans.values() if (spans.role, spans.rank) == who), None)
+        of_gpu = run.gpus.where("gpu", gpu) if gpu is not None and len(run.gpus) else None
+        on_host = gpu is None and who in (("drafter", 0), ("colocated", 0))
+        peak = told[who].get("peak_bytes") if who in told else None
+        rows.append({
+            **predicted,
+            "gpu": gpu,
+            "peak_bytes": peak,
+            "off": predicted["bytes"] / peak - 1 if peak else None,
+            "gpu_bytes": _percentile(of_gpu["memory_bytes"], 100) if of_gpu is not None else None,
+            "host_bytes": _percentile(column(run.train, "memory_bytes"), 100) if on_host else None,
+        })  # fmt: skip
     return rows
 
 

@@ -22,7 +22,7 @@ const RESULTS = [
   ["acceptance length, training", (model) => model.figures.results.acceptance_length, formatNumber, 1],
   ["loss", (model) => model.figures.results.loss, formatNumber, -1],
   ["accuracy", (model) => model.figures.results.accuracy, (value) => formatShare(value, 1), 1],
-  ["context tokens/s", (model) => model.figures.rates.context_tokens_per_second, formatRate, 1],
+  ["context tokens/s", (model) => model.verdict.tokens_per_second ?? model.figures.rates.context_tokens_per_second, formatRate, 1],
   ["anchors/s", (model) => model.figures.rates.anchors_per_second, formatRate, 1],
   ["seconds per step", (model) => model.figures.rates.seconds_per_step, formatSeconds, -1],
   ["context tokens trained", (model) => model.figures.results.context_tokens, formatRate, 0],

@@ -51,23 +51,28 @@ function memorySection(model) {
   const rows = model.figures.memory;
   if (!rows.length) return null;
   const bytes = { number: true, text: formatBytes };
+  const columns = [
+    ["role", (row) => row.role], ["rank", (row) => row.rank, { number: true }], ["GPU", (row) => row.gpu, { number: true }],
+    ["predicted peak", (row) => row.bytes, bytes], ["measured peak", (row) => row.peak_bytes, bytes],
+    ["off by", (row) => row.off, { number: true, text: (value) => (known(value) ? formatGain(value, 1) : "–") }],
+    ["most on the GPU", (row) => row.gpu_bytes, bytes], ["most in host memory", (row) => row.host_bytes, bytes],
+    ["at", (row) => row.moment],
+    ["predicted parts", (row) => Object.entries(row.parts || {}).map(([name, size]) => `${name.replaceAll("_", " ")} ${formatBytes(size)}`).join(", "), { class: "wrap quiet" }],
+  ];
   return section("memory", "Memory, predicted and used",
-    table(rows, [
-      ["role", (row) => row.role], ["rank", (row) => row.rank, { number: true }], ["predicted", (row) => row.bytes, bytes],
-      ["most used", (row) => row.measured_bytes, bytes], ["where", (row) => row.where],
-      ["used ÷ predicted", (row) => (known(row.measured_bytes) && row.bytes ? row.measured_bytes / row.bytes : null), { number: true, text: (value) => formatShare(value) }],
-      ["predicted parts", (row) => Object.entries(row.parts || {}).map(([name, size]) => `${name.replaceAll("_", " ")} ${formatBytes(size)}`).join(", "), { class: "wrap quiet" }],
-    ]));
+    note("Measured peak: what torch had handed out at most. On the GPU: taken by whomever, context and libraries included. In host memory: the whole process."),
+    table(rows, columns.filter(([, value]) => rows.some((row) => known(value(row))))));
 }
 
 function predictionSection(model) {
   const { prediction, rates } = model.figures;
   const found = prediction && prediction.throughput && prediction.throughput.tokens_per_second;
   if (!known(found)) return null;
-  const error = rates.context_tokens_per_second ? found / rates.context_tokens_per_second - 1 : null;
+  const measured = model.verdict.tokens_per_second ?? rates.context_tokens_per_second;
+  const error = measured ? found / measured - 1 : null;
   const stages = Object.entries(prediction.stages || {});
   return section("prediction", "Throughput, predicted and measured",
-    element("p", {}, `Predicted ${formatRate(found)} tokens/s, measured ${formatRate(rates.context_tokens_per_second)}: the prediction was ${known(error) ? `${formatGain(error)} off` : "not tested"}.`),
+    element("p", {}, `Predicted ${formatRate(found)} tokens/s, measured ${formatRate(measured)}: the prediction was ${known(error) ? `${formatGain(error)} off` : "not tested"}.`),
     stages.length ? table(stages, [["stage", ([name]) => name.replaceAll("_", " ")], ["predicted from", ([, value]) => value, { number: true }]]) : null);
 }
 
@@ -104,7 +109,8 @@ function slotSection(model) {
 function validationSection(model) {
   const rows = [...model.validations].reverse();
   if (!rows.length) return null;
-  const best = Math.max(...rows.map((row) => row.acceptance_length || 0));
+  const lengths = rows.map((row) => row.acceptance_length || 0);
+  const best = Math.min(...lengths) < Math.max(...lengths) ? Math.max(...lengths) : null;
   const slots = Math.max(0, ...rows.map((row) => row.slot_acceptance?.length || 0));
   const columns = [
     ["step", (row) => row.step, { number: true }],
@@ -118,8 +124,8 @@ function validationSection(model) {
   return section("validations", "Validations", note("Newest first. A slot's share is of blocks accepted up to it."), table(rows, columns));
 }
 
-function lateSection(model) {
-  const rows = model.figures.late;
+function eventsSection(model) {
+  const rows = model.figures.told;
   if (!rows.length) return null;
   return section("events", "Events", table(rows, [
     ["step", (row) => row.step, { number: true }], ["kind", (row) => row.kind.replaceAll("_", " ")],

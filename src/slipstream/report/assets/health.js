@@ -33,16 +33,18 @@ function verdictSection(model, live) {
     live && !model.ended ? element("p", { class: "note" }, "Of the newest five minutes; the report is of the whole run.") : null);
 }
 
-const formatGain = (gain) => `${gain >= 0 ? "+" : "−"}${formatShare(Math.abs(gain))}`;
+const formatGain = (gain, digits = 0) => `${gain >= 0 ? "+" : "−"}${formatShare(Math.abs(gain), digits)}`;
 
 function keyFigures(model) {
   const { figures } = model;
   const { rates, results } = figures;
   const validation = results.validation;
   const best = validation ? `best ${formatNumber(validation.best.acceptance_length, 3)} at step ${formatNumber(validation.best.step)}` : "";
-  const predicted = known(rates.predicted_tokens_per_second) ? `predicted ${formatRate(rates.predicted_tokens_per_second)}` : `${formatRate(rates.anchors_per_second)} anchors/s`;
+  // Over wall time, as the verdict has it, validations and checkpoints included; within steps where it has none.
+  const overall = model.verdict.tokens_per_second;
+  const predicted = known(rates.predicted_tokens_per_second) ? `predicted ${formatRate(rates.predicted_tokens_per_second)}` : `${formatRate(rates.context_tokens_per_second)} within steps`;
   const items = [
-    ["Context tokens/s", formatRate(rates.context_tokens_per_second), predicted],
+    ["Context tokens/s", formatRate(overall ?? rates.context_tokens_per_second), predicted],
     ["Acceptance, validated", validation ? formatNumber(validation.last.acceptance_length, 3) : "–", best],
     ["Acceptance, training", formatNumber(results.acceptance_length, 3), `accuracy ${formatShare(results.accuracy, 1)}`],
     ["Loss", formatNumber(results.loss, 3), results.skipped_steps ? `${results.skipped_steps} steps skipped` : "no step skipped"],

@@ -25,6 +25,14 @@ function showWhole(view) {
   view.setView(0, view.extent);
 }
 
+// From the first step to the last, with a little around it.
+function showTraining(view) {
+  const { training_after_seconds: after, training_seconds: seconds } = view.model.figures;
+  if (!known(after)) return showWhole(view);
+  leaveFollow(view);
+  view.setView((after - 0.01 * seconds) * 1e6, (after + 1.01 * seconds) * 1e6);
+}
+
 function pick(view, pack) {
   view.picked = pack;
   view.status.textContent = pack === null ? NOTHING_PICKED : packStory(view, pack);
@@ -184,7 +192,7 @@ function laneToolbar(view, { live }) {
   return element("div", { class: "toolbar" },
     press("−", "Zoom out (minus)", () => zoom(view, 2)), press("+", "Zoom in (plus)", () => zoom(view, 0.5)),
     press("◂", "Earlier (left)", () => pan(view, -0.5)), press("▸", "Later (right)", () => pan(view, 0.5)),
-    press("Whole run", "Show all of it (0)", () => showWhole(view)),
+    press("Whole run", "Show all of it (0)", () => showWhole(view)), press("Training", "From the first step to the last", () => showTraining(view)),
     live ? element("span", { class: "quiet" }, "follow the last") : null, view.followButtons,
     step, press("Go to step", "Show one step", showStep), hasThreads ? threads : null,
     element("span", { class: "quiet push" }, "drag: zoom · shift-drag: move · keys: arrows + − 0"));

@@ -2,7 +2,7 @@
 
 const MAP_HEIGHT = 26;
 
-// Mean share of work over all lanes "gpu" (or "cpu" where there is none), with the view marked in it.
+// Mean share of training work over all lanes "gpu" (or "cpu" where there is none), with the view marked in it.
 function drawMap(view) {
   const width = view.stage.clientWidth;
   const paint = view.prepare(view.map, width, MAP_HEIGHT);
@@ -33,7 +33,7 @@ function drawMap(view) {
 function workShares(model, columns, extent) {
   const onGpu = model.lanes.some((lane) => lane.lane === "gpu");
   const lanes = model.lanes.filter((lane) => lane.lane === (onGpu ? "gpu" : "cpu") && lane.role !== "answers" && lane.role !== "supervisor");
-  const work = model.stateNames.map((name) => model.stateTable[name].kind === "work");
+  const work = model.stateNames.map((name) => model.stateTable[name].kind === "work" && !["load", "warm_up"].includes(name));
   const total = new Float32Array(columns);
   for (const lane of lanes) {
     const shares = sharesByColumn(lane, 0, lane.length, [0, extent], columns, work.length);

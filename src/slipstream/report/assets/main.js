@@ -21,7 +21,8 @@ class Page {
     this.lanes = new LaneView(model);
     listenToKeys(this.lanes);
     listenToPointer(this.lanes);
-    if (this.live) this.lanes.follow = model.ended ? 0 : 60e6;
+    if (this.live && !model.ended) this.lanes.follow = 60e6;
+    else showTraining(this.lanes);
     this.trainCharts = trainCharts(models);
     this.queueCharts = [
       sampleChart(() => own().queues, "Packs ready", { ready: "" }, { who: (rank) => `rank ${rank}` }),
@@ -39,19 +40,19 @@ class Page {
       x: model.mixing.step, series: [{ label: "distance", values: model.mixing.distance }],
     })) : null;
     document.getElementById("main").replaceChildren();
-    this.update(true);
+    this.update();
+    this.drawContents();
   }
 
   // Sections in order: [id, what it depends on, how it is made].
   parts() {
     const { model } = this;
     const { figures } = model;
-    const tables = { ...figures, seconds: null, time_left_seconds: null };
     const timeKey = [figures.workers, darkScheme.matches];
     return [
       ["compare", this.models.length > 1 ? [this.models.map((one) => one.figures.step), darkScheme.matches] : null, () => compareSection(this.models)],
       ["verdict", [model.verdict, figures.cause], () => verdictSection(model, this.live)],
-      ["key-figures", [figures.rates, figures.results, figures.workers], () => keyFigures(model)],
+      ["key-figures", [figures.rates, figures.results, figures.workers, model.verdict.tokens_per_second], () => keyFigures(model)],
       ["lanes", model.lanes.length > 0, () => this.lanesSection()],
       ["curves", "once", () => section("curves", "Curves", element("div", { class: "charts" }, this.trainCharts.map((chart) => chart.root)))],
       ["slots", [model.slot_accuracy, model.validations.length], () => slotSection(model)],
@@ -60,10 +61,10 @@ class Page {
       ["queues", figures.queues, () => queuesSection(model, this.queueCharts)],
       ["gpus", figures.gpus, () => gpusSection(model, this.gpuCharts)],
       ["memory", figures.memory, () => memorySection(model)],
-      ["prediction", [tables.prediction, figures.rates], () => predictionSection(model)],
+      ["prediction", [figures.prediction, figures.rates, model.verdict.tokens_per_second], () => predictionSection(model)],
       ["validations", model.validations, () => validationSection(model)],
       ["mixing", "once", () => planSection(model, this.mixingChart)],
-      ["events", figures.late, () => lateSection(model)],
+      ["events", figures.told, () => eventsSection(model)],
       ["recipe", "once", () => recipeSection(model)],
       ["environment", "once", () => environmentSection(model)],
     ];
@@ -75,7 +76,7 @@ class Page {
     return section("lanes", "Lanes over time", laneToolbar(this.lanes, { live: this.live }), this.lanes.stage, this.lanes.legend, this.lanes.status, exact);
   }
 
-  update(whole) {
+  update() {
     const main = document.getElementById("main");
     drawHeader(this.model, this.live);
     let before = null;
@@ -95,9 +96,8 @@ class Page {
       }
       before = document.getElementById(id) || before;
     }
-    this.lanes.dataChanged(whole);
+    this.lanes.dataChanged(false);
     for (const chart of this.charts()) chart.draw();
-    if (whole) this.drawContents();
   }
 
   charts() {
@@ -135,7 +135,7 @@ async function askAgain() {
       const { runs: [payload] } = await answer.json();
       await takeWhole(model, payload);
       if (payload.whole) page.show(model);
-      else page.update(false);
+      else page.update();
       document.getElementById("footer").textContent = page.words;
     }
   } catch (error) {
