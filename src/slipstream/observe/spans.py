@@ -40,7 +40,8 @@ class SpanLog:
     The first line of each start is a header with the worker's facts and `unix_ns`, the wall clock that all `start_us` count
     from; then arrays `[lane, state, start_us, micros, pack id or null, step or null]`. Times are of `clock`, in nanoseconds.
     Where spans were dropped, a line `{"kind": "dropped", "spans": how many}` is the last. `before_write` is called by the
-    thread before each write. A disk that fails later is reported once and never stops the worker. Raises `OSError` when the file cannot be opened.
+    thread before each write. A disk that fails later is reported once and never stops the worker. Raises
+    `OSError` when the file cannot be opened.
     """
 
     def __init__(
