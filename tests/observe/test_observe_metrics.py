@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from slipstream.observe.metrics import StepRecord, process_memory_bytes, step_metrics
+from slipstream.observe.metrics import StepRecord, StepWorth, process_memory_bytes, step_metrics
 
 RECORD = StepRecord(
     step=7,
@@ -40,6 +40,17 @@ def test_figures() -> None:
     assert (line["context_tokens"], line["unique_tokens"], line["supervised_tokens"]) == (1000, 600, 16)
     assert line["total_skipped_steps"] == 3
     assert line["memory_bytes"] > 1 << 20
+
+
+def test_worth_of_a_step() -> None:
+    worth = StepWorth(token_room=1250, anchor_room=40, mixing=0.125, useful_flops=3e12, peak_flops=24e12)
+    line = step_metrics(RECORD, totals={}, worth=worth)
+    assert (line["token_fill"], line["anchor_fill"], line["mixing"]) == (0.8, 0.25, 0.125)
+    assert (line["useful_tflops_per_second"], line["mfu"]) == (6.0, 0.25)  # 3 TFLOP in half a second
+    assert (line["unique_tokens_per_second"], line["context_tokens_per_second"]) == (1200, 2000)
+    unknown = step_metrics(RECORD, totals={}, worth=replace(worth, peak_flops=None))
+    assert (unknown["useful_tflops_per_second"], unknown["mfu"]) == (6.0, None)
+    assert step_metrics(replace(RECORD, seconds=0.0), totals={}, worth=worth)["mfu"] is None
 
 
 def test_nothing_supervised_gives_none_not_zero() -> None:

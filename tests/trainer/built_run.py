@@ -16,6 +16,7 @@ from slipstream.plan import CorpusIndex, Planner, make_schedule
 from slipstream.records import Document, HiddenPack
 from slipstream.trainer import ColumnShare, MainRank, RunParts, build_trainer, latest
 from slipstream.trainer.build import Gpu
+from slipstream.trainer.worth import GpuWork
 
 K, D, V, MASK = 2, 32, 64, 63
 SHAPE = DrafterShape(
@@ -119,6 +120,7 @@ class Built:
         device: str = "cpu",
         attention: str = "sdpa",
         gpu: Gpu | None = None,
+        work: GpuWork | None = None,
     ) -> None:
         folder.mkdir(exist_ok=True)
         documents = [document(number) for number in range(NUM_DOCUMENTS)]
@@ -151,6 +153,7 @@ class Built:
             group=None,
             account=Account("drafter-0"),
             device=torch.device(device),
+            work=work,
         )
         main = MainRank(log=self.log, checkpoints=self.checkpoints, validate=self.validate)
         self.trainer = build_trainer(parts=parts, main=main, resume=latest(self.checkpoints) if resume else None, gpu=gpu)

@@ -48,7 +48,33 @@ class StepRecord:
         return self.accepted_sum / self.anchors + 1 if self.anchors else None
 
 
-def step_metrics(record: StepRecord, *, totals: Mapping[str, float]) -> dict[str, object]:
+@dataclass(frozen=True, slots=True)
+class StepWorth:
+    """What a step had room for and was worth: context tokens and anchors that all its packs could hold; its mixing figure.
+
+    `useful_flops` are those of this rank's GPU in the step (`plan.flops`), `peak_flops` what that GPU could do in a second;
+    each is none where it is not known.
+    """
+
+    token_room: int
+    anchor_room: int
+    mixing: float
+    useful_flops: float | None
+    peak_flops: float | None
+
+    def metrics(self, record: StepRecord) -> dict[str, object]:
+        """Shares from 0 to 1: `token_fill`, `anchor_fill`, `mixing` (0: like the corpus), `mfu`; useful TFLOP per second."""
+        rate = self.useful_flops / record.seconds if self.useful_flops is not None and record.seconds else None
+        return {
+            "token_fill": record.context_tokens / self.token_room,
+            "anchor_fill": record.anchors / self.anchor_room,
+            "mixing": self.mixing,
+            "useful_tflops_per_second": None if rate is None else rate / 1e12,
+            "mfu": rate / self.peak_flops if rate is not None and self.peak_flops else None,
+        }
+
+
+def step_metrics(record: StepRecord, *, totals: Mapping[str, float], worth: StepWorth | None = None) -> dict[str, object]:
     """One flat JSON-able line for a step. `totals` are running counts of the run, copied in under `total_` names."""
     accuracy = [
         hits / count if count else None
@@ -74,10 +100,13 @@ def step_metrics(record: StepRecord, *, totals: Mapping[str, float]) -> dict[str
         "unique_tokens": int(record.unique_tokens),
         "seconds": record.seconds,
         "context_tokens_per_second": record.context_tokens * per_second,
+        "unique_tokens_per_second": record.unique_tokens * per_second,
         "supervised_tokens_per_second": supervised * per_second,
         "anchors_per_second": record.anchors * per_second,
         "memory_bytes": process_memory_bytes(),
     }
+    if worth is not None:
+        line.update(worth.metrics(record))
     line.update({f"total_{name}": value for name, value in totals.items()})
     return line
 

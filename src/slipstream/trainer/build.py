@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -32,6 +34,7 @@ from slipstream.trainer.ranks import ColumnShare, RankGroup
 from slipstream.trainer.reduction import GradientSum
 from slipstream.trainer.saving import CheckpointWriter
 from slipstream.trainer.tally import StepTally
+from slipstream.trainer.worth import DeviceMemory, GpuWork, StepWorths
 
 
 class ScheduleFacts(Protocol):
@@ -43,13 +46,15 @@ class ScheduleFacts(Protocol):
     def num_columns(self) -> int: ...
     @property
     def digest(self) -> str: ...
+    @property
+    def mixing(self) -> Sequence[float] | npt.NDArray[np.float32]: ...
 
 
 @dataclass(frozen=True, slots=True)
 class RunParts:
     """What every rank hands over. `ends` are in the drafter's type and place; `group` is none for a rank alone.
 
-    `drafter` holds the initial weights; the trainer takes its parameters over.
+    `drafter` holds the initial weights; the trainer takes its parameters over. `work` is what rank 0's GPU can do, for metrics.
     """
 
     recipe: Recipe
@@ -64,6 +69,7 @@ class RunParts:
     group: RankGroup | None
     account: Account
     device: torch.device
+    work: GpuWork | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +118,9 @@ def build_trainer(*, parts: RunParts, main: MainRank | None, resume: Path | None
         counters, start_step = Counters(**checkpoint.counters), checkpoint.cursor.step
     validation = _validation(parts, main)
     engine = _engine(parts, main, gpu=gpu, optimizer=optimizer, counters=counters, start_step=start_step)
+    worths = _worths(parts)
     return Trainer(
-        prepare=_prepare(parts, engine),
+        prepare=_prepare(parts, engine, worths=worths if main is not None else None),
         num_steps=schedule.num_steps,
         start_step=start_step,
         plan_digest=schedule.digest,
@@ -125,7 +132,7 @@ def build_trainer(*, parts: RunParts, main: MainRank | None, resume: Path | None
         checkpoint_every_steps=recipe.checkpoint.every_steps,
         saving=_saving(parts, main, identity=identity, validation=validation),
         group=GradientSum(parts.drafter, optimizer=optimizer, group=parts.group) if parts.group is not None else None,
-        hooks=_hooks(parts, main, counters=counters, validation=validation, engine=engine),
+        hooks=_hooks(parts, main, counters=counters, validation=validation, engine=engine, worths=worths),
         counters=counters,
         account=parts.account,
         metrics=engine.metrics if engine else None,
@@ -178,14 +185,31 @@ def _engine(
     )
 
 
-def _prepare(parts: RunParts, engine: Engine | None) -> Callable[[int], PreparedStep]:
+def _worths(parts: RunParts) -> StepWorths:
+    plan = parts.recipe.plan
+    return StepWorths(
+        shape=parts.shape,
+        token_room=plan.packs_per_step * plan.pack_tokens,
+        anchor_room=plan.packs_per_step * plan.pack_anchors,
+        mixing=parts.schedule.mixing,
+        work=parts.work,
+    )
+
+
+def _prepare(parts: RunParts, engine: Engine | None, *, worths: StepWorths | None) -> Callable[[int], PreparedStep]:
     objective = parts.recipe.objective
 
     def denominator(step: Step) -> float:
         return planned_denominator(objective=objective, supervised_per_slot=step.supervised_per_slot)
 
     columns = parts.share.columns(parts.schedule.num_columns)
-    make_batch = _make_batch(parts)
+    plain = _make_batch(parts)
+
+    def make_batch(pack: Pack, use: Use) -> BlockBatch:
+        batch = plain(pack, use)
+        if worths is not None:
+            worths.prepared(pack, use, num_rows=batch.num_rows)
+        return batch
 
     def prepare(index: int) -> PreparedStep:
         step = prepare_step(planner=parts.planner, index=index, columns=columns, make_batch=make_batch, denominator=denominator)
@@ -256,12 +280,14 @@ def _hooks(
     counters: Counters,
     validation: ValidationHook | None,
     engine: Engine | None,
+    worths: StepWorths,
 ) -> list[Hook]:
     """Metrics before the guard, so that the step that ends a run is seen; validation, then the watch over late work."""
     hooks: list[Hook] = []
     if main is not None:
         facts = {"run": parts.recipe.name, "num_steps": parts.schedule.num_steps, "drafter_ranks": parts.share.ranks}
-        hooks.append(MetricsHook(log=main.log, counters=counters, facts=facts))
+        memory = DeviceMemory(parts.device)
+        hooks.append(MetricsHook(log=main.log, counters=counters, facts=facts, worths=worths, memory=memory))
     hooks.append(GuardHook(guard=DivergenceGuard(max_bad_steps=parts.recipe.optimizer.max_bad_steps), counters=counters))
     if validation is not None:
         hooks.append(validation)

@@ -11,6 +11,7 @@ from dataclasses import asdict, replace
 
 from slipstream.observe import Account, MetricLog, StepRecord, step_metrics
 from slipstream.trainer.guard import Counters, DivergenceGuard
+from slipstream.trainer.worth import DeviceMemory, StepWorths
 
 
 class Hook:
@@ -49,11 +50,20 @@ class GuardHook(Hook):
 class MetricsHook(Hook):
     """Hands each step's metrics to the sinks. Rank 0 only; stands before the guard, so that the last bad step is seen.
 
-    `counters` is where the totals start from; they are counted on from there record by record.
+    `counters` is where the totals start from; they are counted on from there record by record. `worths` know what steps are
+    worth, `memory` what is held of the device.
     """
 
-    def __init__(self, *, log: MetricLog, counters: Counters, facts: Mapping[str, object]) -> None:
-        self._log = log
+    def __init__(
+        self,
+        *,
+        log: MetricLog,
+        counters: Counters,
+        facts: Mapping[str, object],
+        worths: StepWorths,
+        memory: DeviceMemory,
+    ) -> None:
+        self._log, self._worths, self._memory = log, worths, memory
         self._totals = replace(counters)
         self._facts = dict(facts)
 
@@ -65,7 +75,8 @@ class MetricsHook(Hook):
         """One line for each step that has become readable, with the run's totals up to and including it."""
         for record in records:
             self._totals.count(record)
-            self._log.write(step_metrics(record, totals=asdict(self._totals)))
+            line = step_metrics(record, totals=asdict(self._totals), worth=self._worths.of(record.step))
+            self._log.write({**line, **self._memory.metrics()})
 
     def on_checkpoint(self, step: int) -> None:
         """Say that a checkpoint is on its way."""
