@@ -18,6 +18,7 @@ from slipstream.export.warm_start import read_warm_start
 from slipstream.launch.child import Control
 from slipstream.launch.planning import RunPlan
 from slipstream.launch.stages import time_stages
+from slipstream.launch.work import gpu_work
 from slipstream.observe import Account, MetricLog
 from slipstream.records import HiddenPack
 from slipstream.runfolder import RunFolder
@@ -169,6 +170,7 @@ def train_drafter(
             group=group,
             account=account,
             device=device,
+            work=gpu_work(info=info, shape=shape, device=job["device"], makes_packs=job["role"] == "colocated"),
         )
         validation = Validation(plan=plan, source=placed, drafter=drafter, ends=ends, shape=shape)
         main = _main_rank(rank=rank, control=control, folder=folder, validation=validation, stack=stack)
