@@ -33,6 +33,14 @@ class Kind(StrEnum):
     TRANSPORT = "transport"
 
 
+class Graphs(StrEnum):
+    """Whether a step is replayed: `placement.cuda_graphs` of a recipe."""
+
+    AUTO = "auto"
+    ON = "on"
+    OFF = "off"
+
+
 class TargetType(StrEnum):
     """What a target computes in."""
 
@@ -63,6 +71,7 @@ def bench(
     ] = None,
     layers: Annotated[int | None, typer.Option(help="Only so many layers of the target; else up to its last tap.")] = None,
     dtype: Annotated[TargetType, typer.Option(help="Of the target; float8 runs after bfloat16.")] = TargetType.BFLOAT16,
+    graphs: Annotated[Graphs, typer.Option(help="CUDA graphs of the drafter's step.")] = Graphs.AUTO,
     sweep: Annotated[bool, typer.Option(help="Time the loss's products at several chunk sizes first.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
 ) -> None:
@@ -72,9 +81,7 @@ def bench(
 
     Exits with 1 when memory grew, something was compiled, or a copy waited after warm-up.
     """
-    from slipstream.device.kind import device_kind
-
-    device_kind("cuda")
+    _require_gpu()
     from slipstream.launch.bench import SHAPES, DrafterWork
     from slipstream.launch.bench.standing_plan import PipelineWork
 
@@ -83,7 +90,7 @@ def bench(
     ceilings, found = _measure_machine(show)
     failed = False
     if kind is Kind.DRAFTER:
-        work = DrafterWork(documents, document_tokens, anchors or 1024, packs, chunk_rows, steps)
+        work = DrafterWork(documents, document_tokens, anchors or 1024, packs, chunk_rows, steps, graphs.value)
         result = _measure_drafter(shape=shape, work=work, sweep=sweep, ceilings=ceilings, show=show, found=found)
         failed = any(result.growth.values()) or any(result.calls.values())
     if kind is Kind.PIPELINE:
@@ -99,6 +106,19 @@ def bench(
     if as_json:
         typer.echo(json.dumps(found))
     raise typer.Exit(1 if failed else 0)
+
+
+def _require_gpu() -> None:
+    """Refuse a machine without one.
+
+    Torch comes before the driver is asked: at exit, libraries go in the reverse order of their first use, and CUPTI, which
+    torch loads and the traces use, must not be gone when the driver closes the traced context.
+    """
+    from slipstream.device.kind import device_kind, torch_cuda_version
+
+    if torch_cuda_version() is not None:
+        import torch  # noqa: F401
+    device_kind("cuda")
 
 
 def _check(*, shape: str, known: Iterable[str], replays: Sequence[int]) -> None:
@@ -310,6 +330,7 @@ def _rows(found: DrafterBench, *, ceilings: Ceilings) -> list[tuple[str, str]]:
             f"{found.tflops / ceilings.matmul_tflops:.3f}, {found.tflops / ceilings.sustained_tflops:.3f} of the sustained",
         ),
         ("memory, GiB", f"peak {found.peak_gib:.2f}, reserved {found.reserved_gib:.2f}"),
+        ("CUDA graphs", found.graphs.told()),
         ("after warm-up", f"{grown}; synchronisations 0 (forbidden)"),
         ("waiting calls in a trace", calls),
         ("warm-up", f"{found.warmup_seconds:.1f} s; loss {found.loss:.4f}; {found.parameters} parameters"),

@@ -87,7 +87,8 @@ class Engine:
         )
         self.snapshot = Snapshot(lanes, optimizer=parts.optimizer, totals=self.metrics.totals) if parts.saves else None
         self.late_work = LateWork(work=work, settle=self._settle, log=parts.log)
-        self._report: WarmUpReport | None = None
+        self.report: WarmUpReport | None = None
+        """Of warm-up, once it is over."""
         self._graphs: GraphReport | None = None
 
     def warm_up(self, trainer: Trainer) -> None:
@@ -113,7 +114,7 @@ class Engine:
             give_back=self._lanes.give_back,
             between=lambda: self._consider_recording(trainer, modes[0].run, hidden_TKD=hidden_TKD),
         )
-        self._report = replace(report, graphs=self._graphs)
+        self.report = replace(report, graphs=self._graphs)
 
     def wait_for_room(self) -> None:
         """Sleep until a further step can be staged: in the thread that prepares."""
@@ -121,13 +122,13 @@ class Engine:
 
     def _settle(self) -> WarmUpReport:
         """The last of warm-up, after the first validation: a pack taken stays taken only until another is."""
-        if self._report is None:  # nothing is left to train
+        if self.report is None:  # nothing is left to train
             return WarmUpReport(seconds=0.0, modes={})
         began = time.perf_counter()
         self._parts.take_first()
         self._lanes.finish()
         took = time.perf_counter() - began
-        report = self._report
+        report = self.report
         return replace(report, seconds=report.seconds + took, modes={**report.modes, "first pack": took})
 
     def _consider_recording(self, trainer: Trainer, step: Callable[[], object], *, hidden_TKD: torch.Tensor) -> None:

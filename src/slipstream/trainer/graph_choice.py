@@ -38,6 +38,14 @@ class GraphReport:
     recorded: StepTimes | None = None
     nbytes: int = 0
 
+    def told(self) -> str:
+        """In words, with what replaying changed."""
+        text = f"{'used' if self.used else 'not used'}: {self.why}"
+        if self.recorded is not None:
+            launch, step = self.recorded.launch_seconds * 1e3, self.recorded.step_seconds * 1e3
+            text += f"; replayed {launch:.1f} of {step:.1f} ms; {self.nbytes / 2**30:.2f} GiB of their own"
+        return text
+
 
 def time_steps(
     step: Callable[[], object],

@@ -132,7 +132,7 @@ class LateWork(Hook):
         self._work.names()
         logger.info("warm-up took %.1f s: %s", report.seconds, dict(self._seen))
         if report.graphs is not None:
-            logger.info("CUDA graphs are %s: %s", "used" if report.graphs.used else "not used", report.graphs.why)
+            logger.info("CUDA graphs are %s", report.graphs.told())
         if self._log is not None:
             graphs = {} if report.graphs is None else {"cuda_graphs": asdict(report.graphs)}
             line = {"kind": "warm_up", "step": step, "seconds": report.seconds, "modes": dict(report.modes), **self._seen}

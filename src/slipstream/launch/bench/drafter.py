@@ -18,17 +18,21 @@ import torch
 from torch import Tensor
 
 from slipstream.config import DrafterShape
-from slipstream.config.recipe import ObjectiveSection, OptimizerSection
-from slipstream.drafter import FAMILIES, DFlashDrafter, batch_to, embedding_rows, to_device
+from slipstream.config.recipe import ObjectiveSection, Recipe
+from slipstream.drafter import FAMILIES, DFlashDrafter, make_block_batch
 from slipstream.launch.bench.ceilings import median_ms
 from slipstream.launch.bench.counters import counters, profile_kernels
 from slipstream.launch.bench.drafter_work import DrafterWork, make_columns
-from slipstream.objective import block_loss, planned_denominator
+from slipstream.objective import BlockLossParts, block_loss, planned_denominator
 from slipstream.objective.linear_ce import ROW_PASSES
 from slipstream.observe import Account
-from slipstream.records import HiddenPack
+from slipstream.records import BlockBatch, HiddenPack, Pack, Use
 from slipstream.trainer.column import ColumnPass
+from slipstream.trainer.engine import Engine, EngineParts
+from slipstream.trainer.graph_choice import GraphReport
 from slipstream.trainer.guard import Counters
+from slipstream.trainer.lanes import CudaLanes
+from slipstream.trainer.late_work import CudaWork
 from slipstream.trainer.loop import Trainer
 from slipstream.trainer.optim import FlatAdamW
 from slipstream.trainer.prefetch import PreparedStep
@@ -44,8 +48,10 @@ class DrafterBench:
     """Medians over the timed steps, which ran without a synchronisation. Milliseconds on the device; GiB allocated by torch.
 
     `useful_tflop` is `drafter_work.useful_tflop` over the packs; `launch_milliseconds` the least CPU time that launching a
-    step took. `growth` is what counters of allocations and compilations gained over the timed steps. `kernels` groups the
-    device time of one step by kind of kernel, `calls` counts in its trace what would make the CPU wait.
+    step took; `graphs` what warm-up decided on replaying it. `growth` is what counters of allocations and compilations gained
+    over the timed steps. `kernels` groups the device time of one step by kind of kernel, `calls` counts in its trace what
+    would make the CPU wait. The loss's phase is all of it in a launched step; in a replayed one it is the loss's products,
+    and its weights count as backward. Memory of recordings is in `reserved_gib`, not in `peak_gib`.
     """
 
     milliseconds: float
@@ -62,6 +68,7 @@ class DrafterBench:
     parameters: int
     kernels: Mapping[str, float]
     calls: Mapping[str, int]
+    graphs: GraphReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,22 +97,42 @@ class _Slots:
 
 
 class _Marks:
-    """Events between the phases of steps, read when all is over."""
+    """Events at the ends of the phases of steps, read when all is over. Stands in an account as its `Stages`.
+
+    A phase reaches from the end of the one before to its own. Outside of steps nothing is marked.
+    """
 
     def __init__(self) -> None:
         self._steps: list[list[tuple[str, torch.cuda.Event]]] = []
+        self._is_open = False
 
     def clear(self) -> None:
         self._steps.clear()
 
-    def begin(self) -> None:
+    def open(self) -> None:
+        """A step begins."""
+        self._is_open = True
         self._steps.append([])
         self.mark("begin")
 
     def mark(self, name: str) -> None:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        self._steps[-1].append((name, event))
+        if self._is_open:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._steps[-1].append((name, event))
+
+    def begin(self, state: str, pack: int | None, step: int | None) -> object:
+        """Contract: `Stages.begin`. The loss is the end of the state that forward is."""
+        return "loss" if state == "forward" else state
+
+    def end(self, stage: object) -> None:
+        """Contract: `Stages.end`."""
+        if stage in PHASES:
+            self.mark(str(stage))
+
+    def close(self) -> None:
+        """The step is over."""
+        self._is_open = False
 
     def medians(self) -> tuple[float, dict[str, float]]:
         """Milliseconds of a step and of its phases; a phase that comes once for each pack is summed."""
@@ -120,71 +147,43 @@ class _Marks:
         return statistics.median(totals), {name: statistics.median(values) for name, values in phases.items()}
 
 
-class _MarkedDrafter:
-    """A drafter that marks the end of its forward, and that of backward before it is called again."""
+@dataclass(frozen=True, slots=True)
+class _MarkedParts(BlockLossParts):
+    """An objective that marks where the loss begins, between recordings."""
 
-    def __init__(self, drafter: DFlashDrafter, marks: _Marks) -> None:
-        self._drafter, self._marks = drafter, marks
-        self.make_masks = drafter.make_masks
-        self.forwards = 0
+    marks: _Marks
 
-    def __call__(self, **arguments: Any) -> Tensor:
-        if self.forwards:
-            self._marks.mark("backward")
-        self.forwards += 1
-        hidden: Tensor = self._drafter(**arguments)
-        self._marks.mark("forward")
-        return hidden
+    def fill(self, *arguments: Any, **keys: Any) -> None:
+        self.marks.mark("forward")
+        BlockLossParts.fill(self, *arguments, **keys)
 
 
 @dataclass(slots=True)
 class _Rig:
-    """Everything that a step runs on."""
+    """Everything that a step runs on. `engine` is there on a GPU, where steps are staged."""
 
-    drafter: DFlashDrafter
-    marked: _MarkedDrafter
-    ends: _Ends
     trainer: Trainer
+    engine: Engine | None
+    account: Account
     marks: _Marks
     step: PreparedStep
-    objective: ObjectiveSection
+
+    def warm_up(self) -> GraphReport:
+        """As before training; what was decided on recordings."""
+        assert self.engine is not None
+        with self.account.state("warm_up", whole=True):
+            self.engine.warm_up(self.trainer)
+        self.step = self.engine.placing.stage(self.step)
+        assert self.engine.report is not None
+        assert self.engine.report.graphs is not None
+        return self.engine.report.graphs
 
     def run(self) -> Tensor:
         """One training step, marked; its loss, unread."""
-        self.marks.begin()
-        self.marked.forwards = 0
+        self.marks.open()
         result = self.trainer.train_step(self.step)
-        self.marks.mark("optimizer")
+        self.marks.close()
         return result.loss_sum / result.weight_sum
-
-    @torch.no_grad()
-    def validate(self, device: torch.device) -> None:
-        """The forward pass without gradients, which compiles on its own."""
-        column = self.step.columns[0]
-        batch, rows = embedding_rows(column.batch, self.ends.embedding_VD)
-        hidden = self.trainer.source.take(column.use.pack_id).hidden_TKD
-        blocks = self.drafter(
-            hidden_TKD=hidden,
-            batch=batch_to(batch, device=device),
-            embedding_VD=to_device(rows, device=device),
-            masks=self.drafter.make_masks(batch),
-        )
-        block_loss(
-            hidden_NBD=blocks,
-            head_VD=self.ends.head_VD,
-            batch=batch_to(column.batch, device=device),
-            objective=self.objective,
-        )
-
-
-class _MarkedAdamW(FlatAdamW):
-    """An optimizer that marks the end of backward when its step begins."""
-
-    marks: _Marks
-
-    def step(self, *, learning_rate: float, finite: Tensor) -> tuple[Tensor, Tensor]:
-        self.marks.mark("backward")
-        return super().step(learning_rate=learning_rate, finite=finite)
 
 
 def bench_drafter(
@@ -196,15 +195,12 @@ def bench_drafter(
     rig, tflop = _build(shape=shape, work=work, device=device)
     report(f"built {rig.trainer.optimizer.num_parameters / 1e9:.2f} B parameters in {time.perf_counter() - began:.1f} s")
     began = time.perf_counter()
-    for index in range(5):
+    graphs = rig.warm_up()
+    for _ in range(3):
         loss = rig.run()
-        if index == 0:
-            torch.cuda.synchronize()
-            report(f"first step {time.perf_counter() - began:.1f} s, loss {float(loss):.3f}")
-            rig.validate(device)
     torch.cuda.synchronize()
     warm = time.perf_counter() - began
-    report(f"warm after {warm:.1f} s")
+    report(f"warm after {warm:.1f} s, loss {float(loss):.3f}; CUDA graphs are {graphs.told()}")
     rig.marks.clear()
     torch.cuda.reset_peak_memory_stats()
     before, launches, begun = counters(), [], time.perf_counter()
@@ -226,6 +222,7 @@ def bench_drafter(
         milliseconds=milliseconds, phases=phases, wall_milliseconds=wall, launch_milliseconds=min(launches) * 1e3,
         useful_tflop=tflop, tflops=tflop / milliseconds * 1e3, peak_gib=peak, reserved_gib=reserved, warmup_seconds=warm,
         growth=growth, loss=float(loss), parameters=rig.trainer.optimizer.num_parameters, kernels=kernels, calls=calls,
+        graphs=graphs,
     )  # fmt: skip
 
 
@@ -262,7 +259,7 @@ def sweep_chunks(
 
 
 def _build(*, shape: DrafterShape, work: DrafterWork, device: torch.device) -> tuple[_Rig, float]:
-    objective, section = ObjectiveSection(chunk_rows=work.chunk_rows), OptimizerSection()
+    recipe = _recipe(shape=shape, work=work)
     drafter = FAMILIES["dflash"](shape=shape, dtype=torch.bfloat16, device=device, attention="auto")
     with torch.no_grad():
         for weight in drafter.parameters():
@@ -272,29 +269,91 @@ def _build(*, shape: DrafterShape, work: DrafterWork, device: torch.device) -> t
     del embedding
     hidden = [_random(work.documents * work.document_tokens, shape.num_taps, shape.hidden_size, device=device)] * work.packs
     marks, account = _Marks(), Account("bench")
-    marked = _MarkedDrafter(drafter, marks)
-
-    def loss(**arguments: Any) -> Any:
-        sums = block_loss(**arguments, objective=objective)
-        marks.mark("loss")
-        return sums
-
-    columns, tflop = make_columns(shape=shape, work=work)
-    optimizer = _MarkedAdamW(drafter, section=section, num_extra=StepTally.size(shape.block_size))
-    optimizer.marks = marks
-    column_pass = ColumnPass(
-        drafter=marked, ends=ends, loss=loss, noise=None, target_fingerprint=FINGERPRINT, device=device, account=account
+    account.stages = marks
+    optimizer = FlatAdamW(drafter, section=recipe.optimizer, num_extra=StepTally.size(shape.block_size))
+    engine = None
+    if device.type == "cuda":
+        engine = _engine(recipe=recipe, shape=shape, drafter=drafter, ends=ends, optimizer=optimizer, device=device)
+    column_pass = _column_pass(
+        objective=recipe.objective, drafter=drafter, ends=ends, device=device, account=account, marks=marks, engine=engine
     )
+    columns, tflop = make_columns(shape=shape, work=work)
+    counts = sum(column.use.supervised_per_slot for column in columns)
+    denominator = planned_denominator(objective=recipe.objective, supervised_per_slot=np.asarray(counts))
+    step = PreparedStep(index=500, epoch=0, denominator=denominator, columns=tuple(columns))
     trainer = Trainer(
         prepare=lambda index: step, num_steps=1000, start_step=0, plan_digest="", block_size=shape.block_size,
-        source=_Slots(hidden), column_pass=column_pass, optimizer=optimizer, section=section,
+        source=_Slots(hidden), column_pass=column_pass, optimizer=optimizer, section=recipe.optimizer,
         checkpoint_every_steps=1000, saving=None, group=None, hooks=(), counters=Counters(), account=account,
+        metrics=engine.metrics if engine is not None else None,
     )  # fmt: skip
-    counts = sum(column.use.supervised_per_slot for column in columns)
-    denominator = planned_denominator(objective=objective, supervised_per_slot=np.asarray(counts))
-    step = PreparedStep(index=500, epoch=0, denominator=denominator, columns=tuple(columns))
-    rig = _Rig(drafter=drafter, marked=marked, ends=ends, trainer=trainer, marks=marks, step=step, objective=objective)
-    return rig, tflop
+    return _Rig(trainer=trainer, engine=engine, account=account, marks=marks, step=step), tflop
+
+
+def _engine(
+    *,
+    recipe: Recipe,
+    shape: DrafterShape,
+    drafter: DFlashDrafter,
+    ends: _Ends,
+    optimizer: FlatAdamW,
+    device: torch.device,
+) -> Engine:
+    chunk_rows = recipe.objective.chunk_rows
+
+    def make_batch(pack: Pack, use: Use) -> BlockBatch:
+        return make_block_batch(
+            pack=pack, use=use, block_size=shape.block_size, mask_token_id=shape.mask_token_id, chunk_rows=chunk_rows
+        )
+
+    parts = EngineParts(
+        recipe=recipe, shape=shape, drafter=drafter, ends=ends, device=device, target_fingerprint=FINGERPRINT,
+        num_columns=recipe.plan.packs_per_step, is_alone=True, saves=False, log=None, make_batch=make_batch, validate=None,
+        take_first=lambda: None, optimizer=optimizer, counters=Counters(), start_step=0,
+    )  # fmt: skip
+    return Engine(CudaLanes(device), CudaWork(device), parts)
+
+
+def _column_pass(
+    *,
+    objective: ObjectiveSection,
+    drafter: DFlashDrafter,
+    ends: _Ends,
+    device: torch.device,
+    account: Account,
+    marks: _Marks,
+    engine: Engine | None,
+) -> ColumnPass:
+    def loss(**arguments: Any) -> Any:
+        marks.mark("forward")
+        return block_loss(**arguments, objective=objective)
+
+    return ColumnPass(
+        drafter=drafter, ends=ends, loss=loss, noise=None, target_fingerprint=FINGERPRINT, device=device, account=account,
+        placing=engine.placing if engine is not None else None, parts=_MarkedParts(objective, marks),
+    )  # fmt: skip
+
+
+def _recipe(*, shape: DrafterShape, work: DrafterWork) -> Recipe:
+    return Recipe.model_validate(
+        {
+            "name": "bench",
+            "target": {"model": FINGERPRINT},
+            "corpus": {"path": "none"},
+            "plan": {
+                "pack_tokens": work.documents * work.document_tokens,
+                "pack_anchors": work.anchors,
+                "packs_per_step": work.packs,
+            },
+            "drafter": {
+                "num_layers": shape.num_layers,
+                "block_size": shape.block_size,
+                "mask_token_id": shape.mask_token_id,
+            },
+            "objective": {"chunk_rows": work.chunk_rows},
+            "placement": {"cuda_graphs": work.cuda_graphs},
+        }
+    )
 
 
 def _random(*shape: int, device: torch.device) -> Tensor:

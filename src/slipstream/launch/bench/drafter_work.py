@@ -26,6 +26,7 @@ class DrafterWork:
     packs: int = 1
     chunk_rows: int = 3328
     steps: int = 12
+    cuda_graphs: str = "auto"
 
 
 def useful_tflop(*, shape: DrafterShape, pack: Pack, use: Use, num_rows: int) -> float:
