@@ -95,7 +95,8 @@ def row_error(left_TKD: Tensor, right_TKD: Tensor) -> Tensor:
     size_TK = right_TKD.float().norm(dim=-1)
     error_TK = (left_TKD.float() - right_TKD.float()).norm(dim=-1) / size_TK
     real_TK = size_TK > 0
-    return error_TK.where(real_TK, 0.0).sum(dim=0) / real_TK.sum(dim=0).clamp(min=1)
+    mean_K: Tensor = error_TK.where(real_TK, 0.0).sum(dim=0) / real_TK.sum(dim=0).clamp(min=1)
+    return mean_K
 
 
 def _check_taps(target: HuggingFaceTarget) -> CheckResult:
