@@ -121,6 +121,7 @@ class Built:
         attention: str = "sdpa",
         gpu: Gpu | None = None,
         work: GpuWork | None = None,
+        account: Account | None = None,
     ) -> None:
         folder.mkdir(exist_ok=True)
         documents = [document(number) for number in range(NUM_DOCUMENTS)]
@@ -151,7 +152,7 @@ class Built:
             target_fingerprint="made-up",
             share=ColumnShare(rank=0, ranks=1),
             group=None,
-            account=Account("drafter-0"),
+            account=account or Account("drafter-0"),
             device=torch.device(device),
             work=work,
         )
