@@ -67,7 +67,7 @@ def test_products_are_what_their_operands_stand_for(rows, columns, shared):
     operands = values, weight.weight_PD, weight.row_step, weight.weight_step
     product, expected = cuda_product()(*operands), exact_product(*operands)
     assert (product.dtype, product.shape) == (torch.bfloat16, (rows, columns))
-    assert (product.float() - expected).norm() <= 0.01 * expected.norm()
+    assert (product.float() - expected).norm() <= (0.004 + 1.5e-6 * shared) * expected.norm()
 
 
 def test_compiled_roundings_are_the_plain_ones():

@@ -105,8 +105,8 @@ def check_device(device: str) -> None:
 def cuda_product() -> ScaledProduct:
     """cuBLASLt's product with one scale an operand. Raises `TargetError` where torch does not have it.
 
-    Sums are kept in the tensor cores' own registers (`use_fast_accum`), which rounds them below what e4m3 has rounded before
-    and is what the peak rate is of.
+    Sums are kept in the tensor cores' own registers (`use_fast_accum`), which the peak rate is of. Those hold fewer bits than
+    fp32, so that a sum's error grows with its length (arXiv 2412.19437, 3.3.2); the operands' own rounding stays the larger.
     """
     try:
         from torch.nn.functional import ScalingType, scaled_mm
