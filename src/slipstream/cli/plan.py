@@ -9,10 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from slipstream.errors import UsageError
+
 if TYPE_CHECKING:
     from rich.console import Console
 
     from slipstream.config import Recipe
+    from slipstream.launch.forecast import Forecast
     from slipstream.launch.resources import Resources
     from slipstream.plan import MemoryPlan, Placement, PlanSummary, Schedule
 
@@ -22,29 +25,48 @@ _GIB = 2**30
 def plan(
     recipe: Annotated[Path, typer.Argument(help="Recipe file (TOML).")],
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[a.b=c]…", help="Keys of the recipe to change.")] = None,
+    costs: Annotated[
+        list[Path] | None,
+        typer.Option(help="Stage costs to predict from: JSON of `slipstream bench pipeline|target|drafter`, or a run folder."),
+    ] = None,
+    probe: Annotated[bool, typer.Option("--probe", help="Measure the stages here and now, and keep what was found.")] = False,
+    probe_seconds: Annotated[float, typer.Option(help="Seconds that a probe gives each stage once it is loaded.")] = 30.0,
+    gpus: Annotated[int | None, typer.Option(help="Plan for another machine with so many GPUs.")] = None,
+    gpu: Annotated[str | None, typer.Option(help="Kind of GPU of that machine, for example H200.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:
-    """Show steps, packs, fills, replays and the memory of every process; refuse what cannot fit.
+    """Show steps, packs, fills, replays, memory of every process, and tokens per second of every way to share out the GPUs.
 
-    Everything that `train` refuses before it loads a weight is refused here too. Nothing is written.
+    Everything that `train` refuses before it loads a weight is refused here too. Nothing is written, except the stage costs
+    that --probe measures: automatic placement of later runs goes by them.
     """
+    from slipstream.cli.plan_forecast import make_forecast, other_machine, probe_stages
     from slipstream.config import load_recipe
     from slipstream.launch.preflight import preflight
     from slipstream.launch.resources import Resources
     from slipstream.runfolder import RunFolder
 
     resolved = load_recipe(recipe, overrides=overrides or ())
+    elsewhere = other_machine(gpus=gpus, gpu=gpu)
+    if probe and elsewhere is not None:
+        raise UsageError(key="--probe", value=True, rule="measures this machine, and --gpus or --gpu name another one")
     # A plan may be shown while a run of that name is there; starting a second one is what preflight refuses.
     started = RunFolder(Path(resolved.runs) / resolved.name).recipe.is_file()
-    flight = preflight(resolved, resume=started)
+    flight = preflight(resolved, resume=started, elsewhere=elsewhere)
+    if probe:
+        probe_stages(flight, recipe=resolved, seconds=probe_seconds)
+        flight = preflight(resolved, resume=started)  # again: automatic placement goes by what was found
     schedule = _schedule(resolved)
-    placement = flight.placement
-    resources = Resources.of(flight)
+    resources = Resources.of(flight) if elsewhere is None else Resources(flight=flight, gpus=elsewhere, cores=())
     memory = resources.plan_memory(slots_per_column=schedule.slots_per_column, validation_slots=0)
+    found = make_forecast(
+        recipe=resolved, flight=flight, schedule=schedule, memory=memory, resources=resources, costs_from=costs or ()
+    )
     if as_json:
-        typer.echo(json.dumps(_as_dict(schedule=schedule, memory=memory, placement=placement), indent=1))
+        content = _as_dict(schedule=schedule, memory=memory, placement=flight.placement)
+        typer.echo(json.dumps(content | {"throughput": None if found is None else found.as_dict()}, indent=1))
     else:
-        _print_all(recipe=resolved, schedule=schedule, memory=memory, resources=resources)
+        _print_all(recipe=resolved, schedule=schedule, memory=memory, resources=resources, found=found)
     resources.check_memory(memory)
 
 
@@ -77,8 +99,10 @@ def _as_dict(*, schedule: Schedule, memory: MemoryPlan, placement: Placement) ->
     }
 
 
-def _print_all(*, recipe: Recipe, schedule: Schedule, memory: MemoryPlan, resources: Resources) -> None:
+def _print_all(*, recipe: Recipe, schedule: Schedule, memory: MemoryPlan, resources: Resources, found: Forecast | None) -> None:
     from rich.console import Console
+
+    from slipstream.cli.plan_forecast import print_forecast
 
     console = Console(highlight=False)
     _print_schedule(schedule=schedule, name=recipe.name, console=console)
@@ -91,6 +115,7 @@ def _print_all(*, recipe: Recipe, schedule: Schedule, memory: MemoryPlan, resour
     for gpu in resources.gpus:
         size = "the driver does not say how large: not checked" if gpu.memory_bytes is None else _gib(gpu.memory_bytes)
         console.print(f"GPU {gpu.index}: {gpu.name or 'without a name'}, {size}")
+    print_forecast(found, flight=resources.flight, console=console)
 
 
 def _print_schedule(*, schedule: Schedule, name: str, console: Console) -> None:

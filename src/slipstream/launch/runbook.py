@@ -12,6 +12,7 @@ from typing import Any
 from slipstream.config import Recipe
 from slipstream.launch.prediction import compare
 from slipstream.observe import MetricLog, RunFacts, open_metric_log
+from slipstream.report.verdict import Verdict
 from slipstream.runfolder import RunFolder
 
 log = logging.getLogger(__name__)
@@ -38,6 +39,10 @@ class RunBook:
         temporary = self._folder.state.with_suffix(".part")
         temporary.write_text(json.dumps(self._state, indent=1))
         os.replace(temporary, self._folder.state)
+
+    def conclude(self, verdict: Verdict) -> None:
+        """Keep the verdict for the state that comes next."""
+        self._state.update(verdict=verdict.headline, prediction_error=verdict.prediction_error)
 
     def begin(self, *, start_step: int, num_steps: int) -> None:
         """Start the sinks. Raises `PreflightError` when a configured one does not start."""
