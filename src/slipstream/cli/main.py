@@ -15,7 +15,10 @@ from typer.core import TyperGroup
 import slipstream
 from slipstream.errors import SlipstreamError
 
-VERBS = ("demo", "prepare", "regenerate", "inspect", "plan", "check", "train", "watch", "report", "evaluate", "export", "bench")
+VERBS = (
+    *("demo", "prepare", "regenerate", "inspect", "plan", "check", "train", "watch", "status", "stop", "logs", "report"),
+    *("evaluate", "export", "bench"),
+)
 """In the order that `--help` shows them: `slipstream.cli.<verb>` holds one function of that name."""
 
 OWN_OPTIONS = {("bench", "replays"): "bench_replays"}
@@ -82,3 +85,7 @@ def _options(
 def run() -> None:
     """Entry point of the installed command."""
     app()
+
+
+if __name__ == "__main__":
+    run()

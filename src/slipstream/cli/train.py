@@ -19,6 +19,9 @@ def train(
         bool, typer.Option("--resume", help="Continue the run of that name, exactly, from its last checkpoint.")
     ] = False,
     warm_start: Annotated[str | None, typer.Option(help="Exported drafter folder to start the weights from.")] = None,
+    detach: Annotated[
+        bool, typer.Option("--detach", help="Run in the background: status, watch, logs and stop know it by its name.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Train a drafter as a recipe says: preflight, plan, answers to validation prompts, then the run itself."""
@@ -32,6 +35,9 @@ def train(
     flight = preflight(resolved, resume=resume)
     if resume and _is_finished(flight, as_json=as_json):
         return
+    if detach:
+        _detach(flight, recipe=recipe, changes=changes, as_json=as_json)
+        return
 
     from slipstream.launch.local import train_run
 
@@ -42,20 +48,46 @@ def train(
                 {
                     "folder": str(result.folder),
                     "steps": result.steps,
+                    "warm_up_seconds": result.warm_up_seconds,
                     "train_seconds": result.train_seconds,
+                    "validate_seconds": result.validate_seconds,
                     "checkpoint": str(result.checkpoint),
                     "validations": result.validations,
+                    "verdict": None if result.verdict is None else result.verdict.as_dict(),
                 }
             )
         )
         return
-    typer.echo(f"{result.steps} steps in {result.train_seconds:.0f} s of training; checkpoint {result.checkpoint}")
+    typer.echo(
+        f"{result.steps} steps: {result.train_seconds:.0f} s of training after {result.warm_up_seconds:.0f} s of warm-up, "
+        f"{result.validate_seconds:.0f} s of validation; checkpoint {result.checkpoint}"
+    )
     for line in result.validations[-1:]:
         typer.echo(f"acceptance length {line['acceptance_length']:.3f} at step {line['step']}")
+    if result.verdict is not None:
+        typer.echo(f"verdict: {result.verdict.headline}")
     if resolved.target.weights == "random":
         typer.echo('a rehearsal: target.weights = "random", so this drafter is worthless and cannot be exported')
         return
     typer.echo(f"next: slipstream export {result.folder} --out DIR")
+
+
+def _detach(flight: Preflight, *, recipe: Path, changes: list[str], as_json: bool) -> None:
+    """Start the same run in the background. What preflight can refuse was refused here, where it is read."""
+    from slipstream.launch.detach import start_detached
+    from slipstream.launch.lock import RunLock
+
+    folder = flight.folder
+    folder.root.mkdir(parents=True, exist_ok=True)
+    with RunLock(folder):  # refuses a run that somebody trains, before its log is written to
+        pass
+    resume = ["--resume"] if flight.resume else []
+    handle = start_detached(["train", str(recipe), *changes, *resume], folder=folder)
+    if as_json:
+        typer.echo(json.dumps({"folder": str(folder.root), "pid": handle.pid, "log": str(folder.logs / "supervisor.log")}))
+        return
+    typer.echo(f"{folder.root.name} runs in the background, process {handle.pid}")
+    typer.echo(f"next: slipstream status {folder.root}   watch, logs -f and stop take the same name")
 
 
 def _is_finished(flight: Preflight, *, as_json: bool) -> bool:

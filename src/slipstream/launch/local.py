@@ -24,6 +24,9 @@ from slipstream.config import dump_recipe
 from slipstream.device.numa import prefer_node
 from slipstream.device.shared import SharedMemory
 from slipstream.errors import Interrupted, PlanError, PreflightError, WorkerFailed
+from slipstream.launch.ending import closing_verdict
+from slipstream.launch.forecast import forecast_of_run
+from slipstream.launch.handle import RunHandle
 from slipstream.launch.lock import RunLock
 from slipstream.launch.planning import RunPlan, open_run_plan, slot_layout, write_schedule
 from slipstream.launch.prediction import write_memory
@@ -33,8 +36,10 @@ from slipstream.launch.resources import Resources
 from slipstream.launch.resume import check_same_recipe, finished_steps
 from slipstream.launch.runbook import RunBook
 from slipstream.launch.sampling import sampled_gpus, sampled_queues
-from slipstream.launch.supervisor import Supervisor
+from slipstream.launch.stage_costs import Subject
+from slipstream.launch.supervisor import Supervisor, sigterm_interrupts
 from slipstream.plan import Schedule
+from slipstream.report.verdict import Verdict
 from slipstream.trainer.checkpoint import latest, read_cursor
 from slipstream.transport.broker import Broker
 from slipstream.transport.connections import connection_pair
@@ -47,14 +52,18 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """How a run ended. `train_seconds` is wall time of this start from the first step on; `validations` as measured."""
+    """How a run ended. Of this start: `warm_up_seconds` before the first step, `validate_seconds` of all measurements, and
+    `train_seconds`, which is the rest; `validations` as measured."""
 
     folder: Path
     steps: int
+    warm_up_seconds: float
     train_seconds: float
+    validate_seconds: float
     checkpoint: Path
     summary: dict[str, Any]
     validations: list[dict[str, Any]] = field(default_factory=list)
+    verdict: Verdict | None = None
 
 
 def train_run(*, flight: Preflight, given: str | None = None, on_report: Report | None = None) -> RunResult:
@@ -71,11 +80,12 @@ def train_run(*, flight: Preflight, given: str | None = None, on_report: Report 
         if flight.resume:
             _check_resume(flight)
         folder.create()
+        RunHandle.of_this_process().write(folder)
         book = RunBook(folder=folder, recipe=recipe, on_report=on_report)
         book.state("starting")
         try:
             resources = Resources.of(flight)
-            with sampled_gpus(flight):
+            with sigterm_interrupts(), sampled_gpus(flight):
                 return _Run(flight=flight, given=given, book=book, lock=lock, resources=resources).run()
         except (Interrupted, KeyboardInterrupt) as error:
             book.state("interrupted", cause=str(error) or type(error).__name__)
@@ -109,7 +119,7 @@ class _Run:
         self._answer_validation_prompts()
         plan = open_run_plan(recipe=recipe, folder=folder, ranks=recipe.placement.drafter_ranks, start_step=start_step)
         self._plan_memory(schedule, validation_slots=len(plan.validation))
-        began = time.monotonic()
+        self._forecast(schedule)
         with ExitStack() as stack:
             rendezvous = folder.root / f".rendezvous-{uuid.uuid4().hex}"
             stack.callback(rendezvous.unlink, missing_ok=True)
@@ -117,15 +127,29 @@ class _Run:
             summary = self._supervise(plan=plan, rendezvous=rendezvous)
         if "checkpoint" not in summary:
             raise WorkerFailed("the drafter ended without naming its last checkpoint")
+        verdict = closing_verdict(folder.root)
+        if verdict is not None:
+            self.book.conclude(verdict)
         self.book.state("finished", step=schedule.num_steps)
         return RunResult(
             folder=folder.root,
             steps=schedule.num_steps,
-            train_seconds=float(summary.get("train_seconds", time.monotonic() - began)),
+            warm_up_seconds=float(summary["warm_up_seconds"]),
+            train_seconds=float(summary["train_seconds"]),
+            validate_seconds=float(summary["validate_seconds"]),
             checkpoint=Path(summary["checkpoint"]),
             summary=summary,
             validations=self.book.validations,
+            verdict=verdict,
         )
+
+    def _forecast(self, schedule: Schedule) -> None:
+        """Write down how fast the run is predicted to be, where stage costs are known."""
+        flight = self.flight
+        subject = Subject.of(
+            recipe=flight.recipe, info=flight.info, shape=flight.shape, device=flight.device, gpus=self.resources.gpus
+        )
+        forecast_of_run(flight.folder.prediction, subject=subject, placement=flight.placement, num_steps=schedule.num_steps)
 
     def _plan(self) -> Schedule:
         """The schedule, on disk. What a start that was refused left there belongs to no run and goes first."""
@@ -157,7 +181,7 @@ class _Run:
         folder.recipe.write_text(dump_recipe(self.flight.recipe))
         if self.given is not None:
             folder.recipe_given.write_text(self.given)
-        _record_environment(folder.environment, numa=self.resources.describe_binding())
+        _record_environment(folder.environment, resources=self.resources)
 
     def _supervise(self, *, plan: RunPlan, rendezvous: Path) -> dict[str, Any]:
         split = self.flight.placement.mode == "split"
@@ -346,7 +370,7 @@ def _cursor_step(checkpoint: Path, *, digest: str) -> int:
     return cursor.step
 
 
-def _record_environment(path: Path, *, numa: Mapping[str, str]) -> None:
+def _record_environment(path: Path, *, resources: Resources) -> None:
     """Append what this start ran on."""
     versions: dict[str, str | None] = {}
     for name in VERSIONS_OF:
@@ -361,7 +385,8 @@ def _record_environment(path: Path, *, numa: Mapping[str, str]) -> None:
         "system": platform.platform(),
         "cores": os.cpu_count(),
         "disk_free_bytes": shutil.disk_usage(path.parent).free,
-        "numa": dict(numa),
+        "gpus": [gpu.name for gpu in resources.gpus],
+        "numa": resources.describe_binding(),
         "versions": versions,
     }
     with path.open("a") as file:

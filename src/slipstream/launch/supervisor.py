@@ -9,9 +9,10 @@ import logging
 import os
 import signal
 import subprocess
+import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from types import FrameType
@@ -173,6 +174,8 @@ class Supervisor:
     def _heed_signals(self) -> None:
         if len(self.signals) > 1:
             raise self._interrupted("asked a second time to stop: ended at once, steps since the last checkpoint are lost")
+        if self.signals and not any(child.ready for child in self.drafters):
+            raise self._interrupted("stopped while it loaded: no step was trained since the last checkpoint")
         if self.signals and not self.asked_to_stop:
             self.asked_to_stop = True
             log.warning("%s: finishing the step and writing a checkpoint", signal.Signals(self.signals[0]).name)
@@ -195,6 +198,28 @@ def _next_report(child: Child) -> tuple[str, Any] | None:
         with suppress(subprocess.TimeoutExpired):
             child.process.wait(timeout=GRACE_SECONDS)
     return None
+
+
+@contextmanager
+def sigterm_interrupts() -> Iterator[None]:
+    """While entered, SIGTERM raises `Interrupted` where the main thread is, as Ctrl-C raises `KeyboardInterrupt`.
+
+    For what a start does outside `Supervisor.run`, which has its own way with signals. Does nothing outside the main thread.
+    """
+
+    def interrupt(number: int, frame: FrameType | None) -> NoReturn:
+        interrupted = Interrupted("stopped by SIGTERM before training began or after it ended")
+        interrupted.exit_code = 128 + signal.SIGTERM
+        raise interrupted
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 class _SignalsTo:
