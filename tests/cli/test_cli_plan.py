@@ -134,3 +134,87 @@ def test_what_cannot_be_is_refused(recipe, override, message):
     result = CliRunner().invoke(app, ["plan", str(recipe), *override.split()])
     assert result.exit_code == 2
     assert message in result.stderr
+
+
+def shown(recipe: Path, *arguments: str) -> str:
+    """What is printed for people."""
+    result = CliRunner(env={"COLUMNS": "160"}).invoke(app, ["plan", str(recipe), *arguments])
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_without_stage_costs_nothing_is_predicted_and_it_says_how_to_come_by_them(recipe):
+    assert planned(recipe)["throughput"] is None
+    assert "--probe measures them, --costs FILE takes those of a bench or a run" in shown(recipe)
+
+
+COSTS = {"target_seconds_per_pack": 0.6, "drafter_seconds_per_use": 0.2, "tokens_per_pack": 1, "source": "a test"}
+
+
+def test_layouts_of_another_machine_from_costs_that_are_given(recipe, tmp_path):
+    file = tmp_path / "costs.json"
+    file.write_text(json.dumps({"costs": COSTS}))
+    found = planned(recipe, "plan.packs_per_step=6", "--gpus", "4", "--gpu", "H100", "--costs", str(file))["throughput"]
+    rates = {layout["name"]: layout["trained_tokens_per_second"] for layout in found["layouts"]}
+    tokens, summary = found["costs"]["tokens_per_pack"], planned(recipe, "plan.packs_per_step=6")["summary"]
+    assert tokens == pytest.approx(summary["target_tokens"] / summary["packs"])
+    assert rates == pytest.approx({"3 + 1": tokens * 5, "2 + 2": tokens * 2 / 0.6, "1 + 3": tokens / 0.6})
+    assert found["best"] == "3 + 1"
+    assert [refused["name"] for refused in found["refused"]] == ["colocated on 4"]
+    text = shown(recipe, "plan.packs_per_step=6", "--gpus", "4", "--gpu", "H100", "--costs", str(file))
+    for part in ("3 + 1", "best", "4 drafter ranks do not divide plan.packs_per_step = 6", "stage costs (a test)"):
+        assert part in text
+
+
+def test_the_table_of_known_gpus_prices_a_machine_that_is_not_this_one(recipe):
+    found = planned(recipe, "plan.packs_per_step=24", "--gpus", "8", "--gpu", "H200")["throughput"]
+    assert found["costs"]["source"] == "table: H200, ratios measured"
+    assert found["best"] is not None
+    assert "estimated" in planned(recipe, "--gpus", "2", "--gpu", "RTX 4090")["throughput"]["costs"]["source"]
+    chosen = planned(recipe, "plan.packs_per_step=24", "--gpus", "8", "--gpu", "H200")["placement"]
+    assert len(chosen["processes"]) == 8, "automatic placement takes the whole machine"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--gpus 2 --gpu V100", "--gpu = 'V100': is not in the table of known GPUs (one of"),
+        ("--gpus 0 --gpu H200", "--gpus = 0: must be at least 1"),
+        ("--gpus 2 --gpu H200 --probe", "--probe = True: is for this machine"),
+        ("--probe --costs none.json", "--probe = True: measures stage costs, and --costs gives them"),
+        ("--keep", "--keep = True: keeps what --costs gives, and there is none"),
+        ("--costs none.json", "cannot be read as JSON"),
+    ],
+)
+def test_machines_and_costs_that_cannot_be(recipe, arguments, message):
+    result = CliRunner().invoke(app, ["plan", str(recipe), *arguments.split()])
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
+def test_files_without_stage_costs_are_refused_by_name(recipe, tmp_path):
+    file = tmp_path / "other.json"
+    for content, message in (
+        ([], "is no JSON object"),
+        ({"transport": {}}, "holds no stage costs"),
+        ({"costs": {"target_seconds_per_pack": 1}}, "lacks 'drafter_seconds_per_use'"),
+        ({"target": {"layers": 7, "matrix_parameters": 7, "shape": "x"}}, "is of another target, x"),
+    ):
+        file.write_text(json.dumps(content))
+        result = CliRunner().invoke(app, ["plan", str(recipe), "--costs", str(file)])
+        assert result.exit_code == 2
+        assert message in result.stderr
+        assert str(file) in result.stderr
+
+
+def test_costs_that_are_kept_are_what_automatic_placement_goes_by(recipe, tmp_path, monkeypatch):
+    monkeypatch.setattr("slipstream.launch.preflight.available_cores", lambda: 2)
+    monkeypatch.setattr("slipstream.device.threads.available_cores", lambda: 2)
+    file = tmp_path / "costs.json"
+    file.write_text(json.dumps(COSTS))
+    assert planned(recipe)["placement"]["mode"] == "split"
+    assert planned(recipe, "--costs", str(file))["placement"]["mode"] == "split", "given, not kept"
+    assert planned(recipe, "--costs", str(file), "--keep")["placement"]["mode"] == "colocated"
+    assert planned(recipe)["placement"]["mode"] == "colocated"
+    assert planned(recipe)["throughput"]["best"] == "colocated on 2"
+    assert "colocated on 2" in shown(recipe)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -29,6 +30,7 @@ def plan(
         list[Path] | None,
         typer.Option(help="Stage costs to predict from: JSON of `slipstream bench pipeline|target|drafter`, or a run folder."),
     ] = None,
+    keep: Annotated[bool, typer.Option("--keep", help="Keep the costs of --costs for this recipe on this machine.")] = False,
     probe: Annotated[bool, typer.Option("--probe", help="Measure the stages here and now, and keep what was found.")] = False,
     probe_seconds: Annotated[float, typer.Option(help="Seconds that a probe gives each stage once it is loaded.")] = 30.0,
     gpus: Annotated[int | None, typer.Option(help="Plan for another machine with so many GPUs.")] = None,
@@ -37,10 +39,10 @@ def plan(
 ) -> None:
     """Show steps, packs, fills, replays, memory of every process, and tokens per second of every way to share out the GPUs.
 
-    Everything that `train` refuses before it loads a weight is refused here too. Nothing is written, except the stage costs
-    that --probe measures: automatic placement of later runs goes by them.
+    Everything that `train` refuses before it loads a weight is refused here too. Nothing is written, except stage costs with
+    --probe or --keep: automatic placement goes by them from then on.
     """
-    from slipstream.cli.plan_forecast import make_forecast, other_machine, probe_stages
+    from slipstream.cli.plan_forecast import keep_costs, make_forecast, other_machine
     from slipstream.config import load_recipe
     from slipstream.launch.preflight import preflight
     from slipstream.launch.resources import Resources
@@ -48,15 +50,15 @@ def plan(
 
     resolved = load_recipe(recipe, overrides=overrides or ())
     elsewhere = other_machine(gpus=gpus, gpu=gpu)
-    if probe and elsewhere is not None:
-        raise UsageError(key="--probe", value=True, rule="measures this machine, and --gpus or --gpu name another one")
+    _check_options(probe=probe, keep=keep, costs=costs or (), is_elsewhere=elsewhere is not None)
     # A plan may be shown while a run of that name is there; starting a second one is what preflight refuses.
     started = RunFolder(Path(resolved.runs) / resolved.name).recipe.is_file()
     flight = preflight(resolved, resume=started, elsewhere=elsewhere)
-    if probe:
-        probe_stages(flight, recipe=resolved, seconds=probe_seconds)
-        flight = preflight(resolved, resume=started)  # again: automatic placement goes by what was found
     schedule = _schedule(resolved)
+    if probe or keep:
+        seconds = probe_seconds if probe else None
+        keep_costs(flight, recipe=resolved, schedule=schedule, costs_from=costs or (), probe_seconds=seconds)
+        flight = preflight(resolved, resume=started)  # again: automatic placement goes by what was found
     resources = Resources.of(flight) if elsewhere is None else Resources(flight=flight, gpus=elsewhere, cores=())
     memory = resources.plan_memory(slots_per_column=schedule.slots_per_column, validation_slots=0)
     found = make_forecast(
@@ -68,6 +70,18 @@ def plan(
     else:
         _print_all(recipe=resolved, schedule=schedule, memory=memory, resources=resources, found=found)
     resources.check_memory(memory)
+
+
+def _check_options(*, probe: bool, keep: bool, costs: Sequence[Path], is_elsewhere: bool) -> None:
+    if probe and costs:
+        raise UsageError(key="--probe", value=True, rule="measures stage costs, and --costs gives them: take one of the two")
+    if keep and not costs:
+        raise UsageError(
+            key="--keep", value=True, rule="keeps what --costs gives, and there is none", hint="--probe keeps its own"
+        )
+    if is_elsewhere and (probe or keep):
+        option = "--probe" if probe else "--keep"
+        raise UsageError(key=option, value=True, rule="is for this machine, and --gpus or --gpu name another one")
 
 
 def _schedule(recipe: Recipe) -> Schedule:

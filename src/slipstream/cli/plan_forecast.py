@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from slipstream.launch.resources import Resources
     from slipstream.launch.stage_costs import Subject
     from slipstream.plan import MemoryPlan, Schedule
+    from slipstream.plan.known_gpus import PackShape
     from slipstream.plan.throughput import Prediction
 
 
@@ -46,12 +47,18 @@ def other_machine(*, gpus: int | None, gpu: str | None) -> tuple[GpuFacts, ...] 
     return tuple(GpuFacts(index, known.name, int(known.memory_gb * 1e9), None) for index in range(count))
 
 
-def probe_stages(flight: Preflight, *, recipe: Recipe, seconds: float) -> None:
-    """Measure the stages here, and keep what was found for `recipe`, which is as the user gave it."""
+def keep_costs(
+    flight: Preflight, *, recipe: Recipe, schedule: Schedule, costs_from: Sequence[Path], probe_seconds: float | None
+) -> None:
+    """Keep stage costs for `recipe`, which is as the user gave it: those of files, or of a probe that is made now."""
     from slipstream.launch.probe import probe_costs
-    from slipstream.launch.stage_costs import store_costs
+    from slipstream.launch.stage_costs import given_costs, store_costs
 
-    store_costs(_subject(flight, recipe=recipe, resources=None), probe_costs(flight, seconds=seconds))
+    subject = _subject(flight, recipe=recipe, resources=None)
+    if probe_seconds is not None:
+        store_costs(subject, probe_costs(flight, seconds=probe_seconds))
+    else:
+        store_costs(subject, given_costs(costs_from, subject=subject, pack=_pack(recipe, schedule)))
 
 
 def make_forecast(
@@ -67,14 +74,11 @@ def make_forecast(
 
     `recipe` is as the user gave it, before automatic mode put a placement in.
     """
-    from slipstream.corpus.store import CorpusStore
     from slipstream.device.limits import available_cores
     from slipstream.launch.forecast import forecast, layout_of, processes_on_cores, workload
     from slipstream.launch.stage_costs import given_costs, known_costs
-    from slipstream.plan.known_gpus import PackShape
 
-    subject = _subject(flight, recipe=recipe, resources=resources)
-    pack = PackShape.of(schedule, num_tokens=CorpusStore.open(Path(recipe.corpus.path)).num_tokens)
+    subject, pack = _subject(flight, recipe=recipe, resources=resources), _pack(recipe, schedule)
     costs = given_costs(costs_from, subject=subject, pack=pack) if costs_from else known_costs(subject, pack=pack)
     if costs is None:
         return None
@@ -88,6 +92,13 @@ def make_forecast(
         gpu_memory_bytes=min((gpu.memory_bytes for gpu in resources.gpus if gpu.memory_bytes is not None), default=None),
         also=[current] if recipe.plan.packs_per_step % current.drafters == 0 else [],
     )
+
+
+def _pack(recipe: Recipe, schedule: Schedule) -> PackShape:
+    from slipstream.corpus.store import CorpusStore
+    from slipstream.plan.known_gpus import PackShape
+
+    return PackShape.of(schedule, num_tokens=CorpusStore.open(Path(recipe.corpus.path)).num_tokens)
 
 
 def _subject(flight: Preflight, *, recipe: Recipe, resources: Resources | None) -> Subject:
