@@ -1,0 +1,141 @@
+"""Whole runs on GPUs: target and drafter as two processes on one, ranks over NCCL on two; the weights are those of one process.
+
+Targets have made-up weights at a size whose kernels exist. Each run starts processes that compile: about half a minute.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from launch_material import MASK_TOKEN, tiny_recipe
+from safetensors.torch import load_file
+
+from slipstream.launch import local
+from slipstream.launch.local import RunResult, train_run
+from slipstream.launch.preflight import preflight
+from slipstream.launch.processes import Child, start_child
+from slipstream.runfolder import RunFolder
+
+pytestmark = pytest.mark.gpu
+
+needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+DIMENSIONS = {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+KILLED_AT = 6
+
+
+@pytest.fixture(scope="module")
+def larger(material: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The tiny target with heads that GPU kernels take, and no weights."""
+    folder = tmp_path_factory.mktemp("larger") / "target"
+    shutil.copytree(material["target"], folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | DIMENSIONS))
+    return {**material, "target": str(folder)}
+
+
+@pytest.fixture
+def children(monkeypatch: pytest.MonkeyPatch) -> list[Child]:
+    """Handles of the children that a run starts, in order."""
+    handles: list[Child] = []
+
+    def recording(**arguments: Any) -> Child:
+        handles.append(start_child(**arguments))
+        return handles[-1]
+
+    monkeypatch.setattr(local, "start_child", recording)
+    return handles
+
+
+def train(material: dict[str, str], runs: Path, *, name: str, on_report: Any = None, **changes: Any) -> RunResult:
+    base = {
+        "target__weights": "random",
+        "target__dtype": "bfloat16",
+        "plan__pack_tokens": 256,
+        "plan__pack_anchors": 64,
+        "plan__epochs": 4,
+        "drafter__num_layers": 2,
+        "drafter__block_size": 8,
+        "drafter__mask_token_id": MASK_TOKEN,
+        "drafter__dtype": "bfloat16",
+        "optimizer__lr": 1e-3,
+        "placement__device": "cuda",
+        "placement__host_memory_gb": 4.0,
+        "placement__target_threads": 2,
+        "placement__drafter_threads": 2,
+    }
+    recipe = tiny_recipe(material, runs, name=name, **{**base, **changes})
+    return train_run(flight=preflight(recipe), on_report=on_report)
+
+
+@pytest.fixture(scope="module")
+def alone(larger: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> RunResult:
+    """One process on one GPU."""
+    return train(larger, tmp_path_factory.mktemp("alone"), name="alone", placement__mode="colocated")
+
+
+def lines(result: RunResult, kind: str) -> list[dict[str, Any]]:
+    every = map(json.loads, RunFolder(result.folder).metrics.read_text().splitlines())
+    return [line for line in every if line["kind"] == kind]
+
+
+def assert_same_training(ours: RunResult, theirs: RunResult) -> None:
+    """The same losses step by step and the same weights, up to what the order of sums in a kernel may change."""
+    one, two = lines(ours, "train"), lines(theirs, "train")
+    assert [line["step"] for line in one] == [line["step"] for line in two] == list(range(ours.steps))
+    assert [line["loss"] for line in one] == pytest.approx([line["loss"] for line in two], rel=1e-3)
+    assert [line["total_anchors"] for line in one] == [line["total_anchors"] for line in two]
+    assert not any(line["skipped"] for line in one)
+    weights, others = (load_file(result.checkpoint / "weights.safetensors") for result in (ours, theirs))
+    apart = {name: float((weights[name] - others[name]).norm() / others[name].norm()) for name in others}
+    assert max(apart.values()) < 1e-2, apart
+
+
+def test_two_processes_on_one_gpu_and_a_target_that_dies(
+    larger: dict[str, str], tmp_path: Path, alone: RunResult, children: list[Child]
+) -> None:
+    """Seals are checked on the way through host memory; a restarted target makes the same states again."""
+    seen: list[str] = []
+
+    def on_report(worker: str, kind: str, payload: Any) -> None:
+        seen.append(f"{worker} {kind}")
+        if kind == "record" and payload["kind"] == "train" and payload["step"] == KILLED_AT and "target-0 restart" not in seen:
+            next(child for child in children if child.name == "target-0" and child.alive).process.kill()
+
+    split = {"placement__mode": "split", "placement__target_gpus": (0,), "placement__drafter_gpus": (0,)}
+    result = train(larger, tmp_path, name="split", on_report=on_report, **split)
+    assert [child.name for child in children] == ["drafter-0", "target-0", "target-0"]
+    assert_same_training(result, alone)
+    assert lines(result, "late_work") == []
+
+
+@needs_two
+def test_two_ranks_over_nccl_train_as_one_that_has_both_columns(
+    larger: dict[str, str], tmp_path: Path, alone: RunResult
+) -> None:
+    """Rank 0 validates and writes checkpoints meanwhile; after warm-up nothing is compiled or allocated on it."""
+    result = train(
+        larger,
+        tmp_path,
+        name="nccl",
+        placement__mode="colocated",
+        placement__drafter_ranks=2,
+        validation__prompts=larger["prompts"],
+        validation__max_new_tokens=16,
+        validation__every_steps=10,
+        checkpoint__every_steps=9,
+    )
+    assert_same_training(result, alone)
+    assert [line["step"] for line in lines(result, "validation")] == [0, *range(10, result.steps, 10), result.steps]
+    assert lines(result, "late_work") == []
+
+
+@needs_two
+def test_a_target_and_a_drafter_on_a_gpu_each(larger: dict[str, str], tmp_path: Path, alone: RunResult) -> None:
+    result = train(larger, tmp_path, name="one-and-one", placement__mode="split")
+    assert_same_training(result, alone)
+    assert lines(result, "late_work") == []
