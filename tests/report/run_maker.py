@@ -48,7 +48,9 @@ def make_run(
     rng = np.random.default_rng(seed)
     given = f'name = "{folder.name}"\n'
     run.recipe_given.write_text(given)
-    run.recipe.write_text(tomli_w.dumps(_recipe(folder.name) | dict(recipe or {})))
+    run.recipe.write_text(
+        tomli_w.dumps(_recipe(folder.name, workers=workers, packs_per_step=packs_per_step) | dict(recipe or {}))
+    )
     durations = seconds_per_step * 1e6 * (1 + 0.05 * rng.standard_normal(steps))
     _write_facts(run, steps=steps, status=status, began=began, seconds=steps * seconds_per_step)
     _lines(run.metrics, _metrics(durations, validate_every=validate_every, rng=rng))
@@ -204,13 +206,15 @@ def _write_facts(run: RunFolder, *, steps: int, status: str, began: float, secon
     run.process.write_text(json.dumps(process))
 
 
-def _recipe(name: str) -> dict[str, Any]:
+def _recipe(name: str, *, workers: Sequence[str], packs_per_step: int) -> dict[str, Any]:
+    targets = sum(worker.startswith("target") for worker in workers)
+    placement = {"mode": "split" if targets else "colocated", "target_workers": max(1, targets)}
     return {
         "name": name,
-        "plan": {"pack_tokens": 8192, "packs_per_step": 2, "epochs": 5, "seed": 0},
+        "plan": {"pack_tokens": 8192, "packs_per_step": packs_per_step, "epochs": 5, "seed": 0},
         "drafter": {"type": "dflash", "num_layers": 5, "block_size": 8},
         "optimizer": {"lr": 6e-4, "schedule": "cosine"},
-        "placement": {"mode": "split", "target_workers": 2, "drafter_ranks": 1},
+        "placement": placement | {"drafter_ranks": len(workers) - targets},
     }
 
 

@@ -166,7 +166,7 @@ def plan_summary(run: RunData) -> dict[str, Any] | None:
 
 
 def _steps_done(run: RunData) -> int:
-    return max([int(run.state.get("step") or 0), *(line["step"] + 1 for line in run.train[-1:])])
+    return max([int(run.state.get("step") or 0), *(int(line["step"]) + 1 for line in run.train[-1:])])
 
 
 def _time_left(run: RunData) -> float | None:

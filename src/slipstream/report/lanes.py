@@ -87,7 +87,7 @@ def thin(lane: Spans, *, thinning: Thinning, begin: float) -> Spans:
     opens = np.concatenate(([True], (np.diff(place) != 0).any(axis=0)))
     group = np.cumsum(opens) - 1
     keys, first, inverse = np.unique(group * MANY_STATES + loose.state, return_index=True, return_inverse=True)
-    seconds = np.bincount(inverse, weights=loose.seconds)
+    seconds = np.bincount(inverse, weights=loose.seconds).astype(np.float64)
     group_of_key = keys // MANY_STATES
     before = np.cumsum(seconds) - seconds
     start = loose.start[opens][group_of_key] + before - before[np.searchsorted(group_of_key, group_of_key)]

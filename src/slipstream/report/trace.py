@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -45,8 +45,9 @@ def write_trace(run: RunData, path: Path) -> int:
     """Write the trace, gzipped when the name ends in ".gz", and return how many events it holds. Raises `OSError`."""
     count = 0
     with ExitStack() as stack:
-        raw = stack.enter_context(path.open("wb"))
-        file: IO[bytes] = stack.enter_context(gzip.GzipFile(fileobj=raw, mode="wb", mtime=0)) if path.suffix == ".gz" else raw
+        file: BinaryIO | gzip.GzipFile = stack.enter_context(path.open("wb"))
+        if path.suffix == ".gz":
+            file = stack.enter_context(gzip.GzipFile(fileobj=file, mode="wb", mtime=0))
         about = json.dumps({"run": run.name, "begin_unix_seconds": run.begin})
         file.write(f'{{"displayTimeUnit":"ms","otherData":{about},"traceEvents":[\n'.encode())
         for event in trace_events(run):

@@ -39,7 +39,7 @@ function keyFigures(model) {
   const { figures } = model;
   const { rates, results } = figures;
   const validation = results.validation;
-  const best = validation ? `best ${formatNumber(validation.best.acceptance_length, 3)} at step ${formatNumber(validation.best.step)}` : "";
+  const best = validation ? `best ${formatNumber(validation.best.acceptance_length, 3)}, step ${formatNumber(validation.best.step)}` : "";
   // Over wall time, as the verdict has it, validations and checkpoints included; within steps where it has none.
   const overall = model.verdict.tokens_per_second;
   const predicted = known(rates.predicted_tokens_per_second) ? `predicted ${formatRate(rates.predicted_tokens_per_second)}` : `${formatRate(rates.context_tokens_per_second)} within steps`;

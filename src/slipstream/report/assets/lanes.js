@@ -3,7 +3,9 @@
 
 const GUTTER = 128;
 const AXIS = 20;
-const ROW = { gpu: 24, cpu: 18, loader: 10, writer: 10 };
+const ROWS = { gpu: 24, cpu: 18, loader: 10, writer: 10, between: 8 };
+const LOW_ROWS = { gpu: 17, cpu: 12, loader: 8, writer: 8, between: 5 }; // for eight GPUs on one screen
+const MANY_WORKERS = 6;
 const MIN_VIEW = 20; // microseconds
 const SPARSE_PIXELS = 5; // pixels a span has on average, from which spans are drawn as boxes
 const SHARED_SPANS = 12; // spans that a column of shares is made of where it can be, so that cycles do not beat with pixels
@@ -64,12 +66,13 @@ class LaneView {
   // Lays out rows: workers one under the other, their lanes close together.
   layout() {
     const placed = [];
+    const tall = new Set(this.rows.map((lane) => lane.worker)).size > MANY_WORKERS ? LOW_ROWS : ROWS;
     let y = AXIS + 2;
     let worker = null;
     for (const lane of this.rows) {
-      if (worker !== null) y += lane.worker === worker ? 2 : 8;
-      placed.push({ lane, y, height: ROW[lane.lane] || 12, first: lane.worker !== worker });
-      y += ROW[lane.lane] || 12;
+      if (worker !== null) y += lane.worker === worker ? 2 : tall.between;
+      placed.push({ lane, y, height: tall[lane.lane] || 12, first: lane.worker !== worker });
+      y += tall[lane.lane] || 12;
       worker = lane.worker;
     }
     return { placed, height: y + AXIS + 2 };
@@ -204,7 +207,9 @@ class LaneView {
       paint.fillStyle = themeColour("faint");
       paint.fillRect(x, AXIS - 4, 1, height - 2 * AXIS + 6);
       paint.fillStyle = themeColour("quiet");
-      if (x > GUTTER + 8 && x < GUTTER + this.plotWidth - 22) paint.fillText(formatClock(tick, Math.min(6, places)), x, AXIS / 2);
+      const text = formatClock(tick, Math.min(6, places));
+      const half = paint.measureText(text).width / 2;
+      if (x - half > GUTTER && x + half < GUTTER + this.plotWidth) paint.fillText(text, x, AXIS / 2);
     }
     paint.textAlign = "left";
     paint.fillStyle = themeColour("quiet");
