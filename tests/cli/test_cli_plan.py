@@ -217,4 +217,4 @@ def test_costs_that_are_kept_are_what_automatic_placement_goes_by(recipe, tmp_pa
     assert planned(recipe, "--costs", str(file), "--keep")["placement"]["mode"] == "colocated"
     assert planned(recipe)["placement"]["mode"] == "colocated"
     assert planned(recipe)["throughput"]["best"] == "colocated on 2"
-    assert "colocated on 2" in shown(recipe)
+    assert "automatic placement: colocated on 2, predicted to be fastest" in shown(recipe)

@@ -110,6 +110,7 @@ def test_automatic_placement_goes_by_costs_where_they_are_known(
     store_costs(subject_of(before), COSTS)
     after = automatic(material, tmp_path)
     assert str(layout_of(after.placement)) == "colocated on 4"
+    assert after.chosen == "colocated on 4, predicted to be fastest: 406 tokens/s (test)"
     assert (after.recipe.placement.mode, after.recipe.placement.drafter_ranks) == ("colocated", 4)
     named = automatic(material, tmp_path, placement__drafter_ranks=1, placement__target_workers=3)
     assert str(layout_of(named.placement)) == "3 + 1", "counts that the recipe names stay"

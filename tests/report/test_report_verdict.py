@@ -180,6 +180,30 @@ def test_a_finding_begins_at_its_threshold(threshold: str, kind: str, plant: Cal
     assert kind in kinds(judge(planted(plant(value * 1.1))))
 
 
+@pytest.mark.parametrize(("device", "found"), [(0.9, True), (1.1, False)])
+def test_launching_counts_below_a_share_of_the_device(device: float, found: bool) -> None:
+    launch = 1 / (findings_workers.DEVICE_BUSY * device) - 1
+    plant = Plant(gpu=True, launch=launch, colocated=True, target=lambda pack: 0.05, use=lambda rank: 0.05)
+    assert ("launch_bound" in kinds(judge(planted(plant)))) is found
+
+
+@pytest.mark.parametrize(("share", "found"), [(0.9, False), (1.1, True)])
+def test_launching_counts_above_a_share_of_the_thread(share: float, found: bool) -> None:
+    """A thread that waits for its arrays for the rest of the time is not bound by launching."""
+    waits = 1 - findings_workers.LAUNCHED * share
+    plant = Plant(gpu=True, launch=1.0, colocated=True, build=0.22 / (1 - waits), target=lambda pack: 0.05)
+    plant = replace(plant, use=lambda rank: 0.05)
+    assert ("launch_bound" in kinds(judge(planted(plant)))) is found
+
+
+@pytest.mark.parametrize(("gain", "found"), [(0.9, False), (1.1, True)])
+def test_another_layout_is_worth_a_word_from_a_gain_on(gain: float, found: bool) -> None:
+    """Split takes as long as its drafter, 0.22 s; colocated on two, as long as both stages on half of the packs."""
+    both = 0.22 / (1 + findings.GAIN * gain)
+    plant = Plant(use=lambda rank: 0.1, target=lambda pack: both - 0.02 - 0.1)
+    assert (judge(planted(plant)).findings[0].predicted_gain is not None) is found
+
+
 @pytest.mark.parametrize(("busy", "kind"), [(0.80, "starvation"), (0.90, "target_bound")])
 def test_targets_that_starve_drafters_are_told_from_targets_that_are_slow(busy: float, kind: str) -> None:
     plant = Plant(target=lambda pack: 0.4 * busy, odd_target_seconds=0.4 * (1 - busy))

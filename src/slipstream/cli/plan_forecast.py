@@ -140,6 +140,8 @@ def print_forecast(found: Forecast | None, *, flight: Preflight, console: Consol
             style="bold" if item is found.best else "",
         )
     console.print(table)
+    if flight.chosen is not None:
+        console.print(f"automatic placement: {flight.chosen}")
     costs = found.costs
     console.print(
         f"stage costs ({costs.source}): target {costs.target_seconds_per_pack:.4f} s a pack, drafter "

@@ -35,6 +35,8 @@ def train(
     flight = preflight(resolved, resume=resume)
     if resume and _is_finished(flight, as_json=as_json):
         return
+    if flight.chosen is not None and not as_json:
+        typer.echo(f"placement: {flight.chosen}", err=True)
     if detach:
         _detach(flight, recipe=recipe, changes=changes, as_json=as_json)
         return

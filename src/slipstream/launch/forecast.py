@@ -110,8 +110,8 @@ def place(
     device: DeviceKind,
     num_devices: int,
     gpus: Sequence[GpuFacts] = (),
-) -> tuple[Recipe, Placement]:
-    """The placement of a recipe on a machine of so many GPUs or cores, and the recipe with it put in.
+) -> tuple[Recipe, Placement, str | None]:
+    """The placement of a recipe on a machine of so many GPUs or cores, the recipe with it put in, and why it was chosen.
 
     Automatic mode takes the layout that is predicted to be fastest, if stage costs are known (probed, or from the table of
     GPUs) and no GPUs are named; `target_workers` and `drafter_ranks` that the recipe sets stay. Without costs it splits if
@@ -119,17 +119,28 @@ def place(
     """
     section = recipe.placement
     subject = Subject.of(recipe=recipe, info=info, shape=shape, device=device, gpus=gpus)
-    chosen = _chosen(subject, num_devices=num_devices, gpus=gpus)
+    chosen, why = _chosen(subject, num_devices=num_devices, gpus=gpus), None
     if chosen is not None:
-        changed = {"mode": chosen.layout.mode, "drafter_ranks": chosen.layout.drafters}
-        if chosen.layout.mode == "split":
-            changed["target_workers"] = chosen.layout.targets
+        layout = chosen.prediction.layout
+        changed = {"mode": layout.mode, "drafter_ranks": layout.drafters}
+        if layout.mode == "split":
+            changed["target_workers"] = layout.targets
+        why = (
+            f"{layout}, predicted to be fastest: {chosen.prediction.trained_tokens_per_second:,.0f} tokens/s ({chosen.source})"
+        )
+        log.info("placement.mode = auto: %s", why)
         section = section.model_copy(update=changed)
         recipe = recipe.model_copy(update={"placement": section})
-    return recipe, resolve_placement(placement=section, device=device, num_devices=num_devices)
+    return recipe, resolve_placement(placement=section, device=device, num_devices=num_devices), why
 
 
-def _chosen(subject: Subject, *, num_devices: int, gpus: Sequence[GpuFacts]) -> Prediction | None:
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    prediction: Prediction
+    source: str
+
+
+def _chosen(subject: Subject, *, num_devices: int, gpus: Sequence[GpuFacts]) -> _Choice | None:
     recipe, section = subject.recipe, subject.recipe.placement
     if section.mode != "auto" or section.target_gpus is not None or section.drafter_gpus is not None:
         return None
@@ -156,14 +167,7 @@ def _chosen(subject: Subject, *, num_devices: int, gpus: Sequence[GpuFacts]) -> 
     free = [item for item in found.predictions if _allowed(item.layout, recipe)]
     if not free:
         return None
-    top = best(free)
-    log.info(
-        "placement.mode = auto: %s is predicted to be fastest, %.0f tokens/s (%s)",
-        top.layout,
-        top.trained_tokens_per_second,
-        costs.source,
-    )
-    return top
+    return _Choice(prediction=best(free), source=costs.source)
 
 
 def _allowed(layout: Layout, recipe: Recipe) -> bool:

@@ -33,7 +33,10 @@ FLOAT8_CAPABILITY = (8, 9)
 
 @dataclass(frozen=True, slots=True)
 class Preflight:
-    """What is known before anything expensive starts. `placement` is resolved for this machine's devices."""
+    """What is known before anything expensive starts. `placement` is resolved for this machine's devices.
+
+    `chosen` says, where automatic placement went by a prediction, what it took and why.
+    """
 
     recipe: Recipe
     info: TargetInfo
@@ -43,6 +46,7 @@ class Preflight:
     device: DeviceKind
     placement: Placement
     resume: bool
+    chosen: str | None = None
 
 
 def preflight(recipe: Recipe, *, resume: bool = False, elsewhere: tuple[GpuFacts, ...] | None = None) -> Preflight:
@@ -64,7 +68,7 @@ def preflight(recipe: Recipe, *, resume: bool = False, elsewhere: tuple[GpuFacts
     check_sinks(recipe.observe.sinks)
     num_devices = available_cores() if device == "cpu" else count_gpus() if elsewhere is None else len(elsewhere)
     gpus = elsewhere if elsewhere is not None else visible_gpus() if device == "cuda" else ()
-    recipe, placement = place(recipe=recipe, info=info, shape=shape, device=device, num_devices=num_devices, gpus=gpus)
+    recipe, placement, chosen = place(recipe=recipe, info=info, shape=shape, device=device, num_devices=num_devices, gpus=gpus)
     check_run_folder(folder=folder, resume=resume)
     if elsewhere is None:
         check_float8(recipe=recipe, info=info, device=device, placement=placement)
@@ -79,6 +83,7 @@ def preflight(recipe: Recipe, *, resume: bool = False, elsewhere: tuple[GpuFacts
         device=device,
         placement=placement,
         resume=resume,
+        chosen=chosen,
     )
 
 

@@ -140,6 +140,7 @@ def predict(*, costs: StageCosts, layout: Layout, work: Workload) -> Prediction:
     come at G / (t_T / R + t_D) where ranks have equal shares and o and r are small.
     """
     packs, ranks = work.packs_per_step, layout.drafters
+    assert costs.drafter_seconds_per_use > 0, "training takes time"
     assert packs % ranks == 0, f"{ranks} ranks do not divide {packs} packs"
     uses = packs / ranks * costs.drafter_seconds_per_use
     once = costs.step_seconds + costs.pause_seconds_per_step + costs.reduce_seconds * 2 * (ranks - 1) / ranks

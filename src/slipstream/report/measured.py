@@ -127,6 +127,8 @@ def measure(run: RunData, *, window: float | None = None) -> Measured | None:
         return None
     begin, end, count = float(ends[0]), float(ends[-1]), len(ends) - 1
     workers = [worker_in(found, begin=begin, end=end) for _, found in sorted(spans.items())]
+    if not any(worker.cost(*USE) for worker in workers):
+        return None  # its spans were dropped: nothing can be said
     tokens, unique = _tokens_per_step(run, first=int(steps[1]), last=int(steps[-1]))
     plan = run.recipe.get("plan", {})
     work = Workload(
