@@ -10,7 +10,7 @@ import pytest
 
 from slipstream.drafter import make_block_batch
 from slipstream.launch.bench import SHAPES
-from slipstream.launch.bench.standing_plan import PipelineWork, StandingPlan, draw_anchors
+from slipstream.launch.bench.standing_plan import PipelineWork, StandingPlan, draw_anchors, make_packs
 from slipstream.launch.bench.target import mixed_pack
 from slipstream.trainer.loop import PREPARED_STEPS
 
@@ -53,6 +53,12 @@ def test_blocks_lie_in_their_documents_and_change_with_the_step() -> None:
         assert batch.num_rows == 64 * (SHAPE.block_size - 1)
         drawn.append(use.anchors.tolist())
     assert len({tuple(anchors) for anchors in drawn}) == len(drawn)
+
+
+def test_documents_of_one_length() -> None:
+    packs = make_packs(PipelineWork(pack_tokens=1024, document_tokens=300), vocab_size=1000, count=2)
+    assert [np.diff(pack.starts).tolist() for pack in packs] == [[300] * 3] * 2
+    assert not np.array_equal(packs[0].token_ids, packs[1].token_ids)
 
 
 def test_anchors_are_all_different() -> None:

@@ -58,7 +58,9 @@ def bench(
     ],
     shape: Annotated[str, typer.Option(help="Of the target: qwen3.6-27b, qwen3-8b or smollm2.")] = "qwen3.6-27b",
     documents: Annotated[int, typer.Option(help="Documents of a pack.")] = 2,
-    document_tokens: Annotated[int, typer.Option(help="Tokens of a document.")] = 2048,
+    document_tokens: Annotated[
+        int | None, typer.Option(help="Tokens of a document.", show_default="2048, in the pipeline mixed")
+    ] = None,
     anchors: Annotated[int | None, typer.Option(help="Anchors of a pack.", show_default="1024, of the pipeline 512")] = None,
     packs: Annotated[int, typer.Option(help="Packs of a step.")] = 1,
     chunk_rows: Annotated[int, typer.Option(help="Rows of logits held at once.")] = 3328,
@@ -90,11 +92,11 @@ def bench(
     ceilings, found = _measure_machine(show)
     failed = False
     if kind is Kind.DRAFTER:
-        work = DrafterWork(documents, document_tokens, anchors or 1024, packs, chunk_rows, steps, graphs.value)
+        work = DrafterWork(documents, document_tokens or 2048, anchors or 1024, packs, chunk_rows, steps, graphs.value)
         result = _measure_drafter(shape=shape, work=work, sweep=sweep, ceilings=ceilings, show=show, found=found)
         failed = any(result.growth.values()) or any(result.calls.values())
     if kind is Kind.PIPELINE:
-        both_work = PipelineWork(pack_tokens=tokens or 8192, anchors=anchors or 512, chunk_rows=chunk_rows)
+        both_work = PipelineWork(tokens or 8192, document_tokens, anchors or 512, chunk_rows=chunk_rows)
         both = _measure_pipeline(shape=shape, work=both_work, replays=replays or [1], layers=layers, show=show, found=found)
         failed = any(any(each.growth.values()) or each.synchronised != "never" for each in both.figures)
     if kind is Kind.TARGET:

@@ -25,8 +25,8 @@ from slipstream.config.recipe import ObjectiveSection
 from slipstream.config.target_info import spread_taps
 from slipstream.drafter import DFlashDrafter, build_drafter, make_block_batch
 from slipstream.launch.bench.counters import counters
-from slipstream.launch.bench.standing_plan import PipelineWork, StandingPlan
-from slipstream.launch.bench.target import build_target, mixed_pack, random_info, synchronises
+from slipstream.launch.bench.standing_plan import PipelineWork, StandingPlan, make_packs
+from slipstream.launch.bench.target import build_target, random_info, synchronises
 from slipstream.launch.on_gpu import Gpu
 from slipstream.objective import block_loss, planned_denominator
 from slipstream.observe import Account
@@ -153,7 +153,7 @@ def bench_pipeline(
     taps = spread_taps(num_layers=min(layers + 2, config.num_hidden_layers), num_taps=shape.num_taps)
     shape = replace(shape, tap_layers=taps)
     target, _ = build_target(config, taps=taps)
-    packs = [mixed_pack(work.pack_tokens, vocab_size=shape.mask_token_id, seed=seed) for seed in range(DISTINCT_PACKS)]
+    packs = make_packs(work, vocab_size=shape.mask_token_id, count=DISTINCT_PACKS)
     rig = _build(target=target, shape=shape, work=work, packs=packs, device=device)
     built = time.perf_counter() - began
     say(f"{taps[-1] + 1} layers and a drafter of {rig.trainer.optimizer.num_parameters / 1e9:.2f} B parameters: {built:.0f} s")

@@ -12,20 +12,39 @@ from typing import Any
 import numpy as np
 
 from slipstream.config import DrafterShape
+from slipstream.launch.bench.target import mixed_pack
 from slipstream.records import Pack, Step, Use
+from slipstream.target.isolation import pack_documents
 from slipstream.transport.planned import PlannedUse
 
 
 @dataclass(frozen=True, slots=True)
 class PipelineWork:
-    """What is trained on: `packs` new packs in each of `rounds` turns, each used `replays` times; `chunk_rows` of logits."""
+    """What is trained on: `packs` new packs in each of `rounds` turns, each used `replays` times; `chunk_rows` of logits.
+
+    Documents have `document_tokens` each, or where that is none, lengths as mixed as the target bench's.
+    """
 
     pack_tokens: int = 8192
+    document_tokens: int | None = None
     anchors: int = 512
     packs: int = 6
     rounds: int = 3
     replays: int = 1
     chunk_rows: int = 3328
+
+
+def make_packs(work: PipelineWork, *, vocab_size: int, count: int) -> list[Pack]:
+    """Some packs of random tokens; documents of one length fill theirs as far as whole ones go."""
+    if work.document_tokens is None:
+        return [mixed_pack(work.pack_tokens, vocab_size=vocab_size, seed=seed) for seed in range(count)]
+    packs = []
+    for seed in range(count):
+        rng = np.random.default_rng(seed)
+        documents = work.pack_tokens // work.document_tokens
+        tokens = [rng.integers(0, vocab_size, work.document_tokens).astype(np.int32) for _ in range(documents)]
+        packs.append(pack_documents(tokens, capacity_tokens=work.pack_tokens))
+    return packs
 
 
 class StandingPlan:
