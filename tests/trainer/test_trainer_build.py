@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -80,3 +81,21 @@ def test_noise_changes_training_and_none_does_not(tmp_path: Path) -> None:
         losses.append([line["loss"] for line in run.lines("train")])
     assert losses[1] == losses[2]
     assert losses[0] != losses[1]
+
+
+def test_the_time_of_a_fit_is_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Built(tmp_path, make_recipe(plan={"epochs": 1}))
+    monkeypatch.setattr(run, "validated", _SlowList())
+    began = time.perf_counter()
+    seconds = run.fit().seconds
+    wall = time.perf_counter() - began
+    assert len(run.validated) == 2  # before the first step, and after the last
+    assert 0.2 <= seconds.validate < 0.3
+    assert seconds.warm_up < 0.1  # nothing compiles on a CPU; the first measurement is not counted
+    assert seconds.warm_up + seconds.train + seconds.validate == pytest.approx(wall, abs=0.1)
+
+
+class _SlowList(list):
+    def append(self, step: int) -> None:
+        time.sleep(0.1)
+        super().append(step)

@@ -116,7 +116,7 @@ def build_trainer(*, parts: RunParts, main: MainRank | None, resume: Path | None
         checkpoint = read_checkpoint(resume, identity=identity)
         optimizer.load_state(checkpoint.state)
         counters, start_step = Counters(**checkpoint.counters), checkpoint.cursor.step
-    validation = _validation(parts, main)
+    validation = _validation(parts, main, gpu=gpu)
     engine = _engine(parts, main, gpu=gpu, optimizer=optimizer, counters=counters, start_step=start_step)
     worths = _worths(parts)
     return Trainer(
@@ -251,7 +251,7 @@ def _column_pass(parts: RunParts, engine: Engine | None) -> ColumnPass:
     )
 
 
-def _validation(parts: RunParts, main: MainRank | None) -> ValidationHook | None:
+def _validation(parts: RunParts, main: MainRank | None, *, gpu: Gpu | None) -> ValidationHook | None:
     if main is None or main.validate is None:
         return None
     return ValidationHook(
@@ -260,6 +260,7 @@ def _validation(parts: RunParts, main: MainRank | None) -> ValidationHook | None
         every_steps=parts.recipe.validation.every_steps,
         num_steps=parts.schedule.num_steps,
         account=parts.account,
+        finish=gpu.lanes.finish if gpu is not None else lambda: None,
     )
 
 

@@ -90,7 +90,8 @@ class MetricsHook(Hook):
 class ValidationHook(Hook):
     """Runs a measurement every so many steps, before the first step of a fresh run, and after the last step.
 
-    `measure(step)` returns metrics by name; "acceptance_length" among them decides which checkpoint is the best one.
+    `measure(step)` returns metrics by name; "acceptance_length" among them decides which checkpoint is the best one. It
+    begins once `finish` has waited for the steps that are still on the device, so that its time is its own.
     """
 
     def __init__(
@@ -101,8 +102,9 @@ class ValidationHook(Hook):
         every_steps: int,
         num_steps: int,
         account: Account | None = None,
+        finish: Callable[[], None] = lambda: None,
     ) -> None:
-        self._measure = measure
+        self._measure, self._finish = measure, finish
         self._account = account or Account("validation")
         self._log = log
         self._every_steps = every_steps
@@ -127,6 +129,8 @@ class ValidationHook(Hook):
         return None if value is None else float(str(value))
 
     def _run(self, step: int) -> None:
+        with self._account.state("wait_gpu", step=step):
+            self._finish()
         with self._account.state("validate", step=step):
             metrics = self._measure(step)
         self._latest = (step, metrics)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Literal, Protocol
 
 import torch
@@ -73,12 +73,22 @@ class Metrics(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class FitSeconds:
+    """Wall time of `fit` in three parts: what comes before the first step, measurements on this rank, and training."""
+
+    warm_up: float
+    train: float
+    validate: float
+
+
+@dataclass(frozen=True, slots=True)
 class FitResult:
     """How `fit` ended: updates finished in all (over resumes), and whether it was asked to stop before the last."""
 
     step: int
     status: Literal["finished", "interrupted"]
     counters: Counters
+    seconds: FitSeconds = field(compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,12 +143,14 @@ class Trainer:
         question came with and one more. Raises `TrainingDiverged`, `CheckpointError`, and whatever the
         transport or a hook raises.
         """
+        watch = _Watch(self._account)
         if self._warm_up is not None and self.start_step < self.num_steps:
             with self._account.state("warm_up", whole=True):
                 self._warm_up(self)
         with self._account.state("hooks", step=self.start_step):
             for hook in self.hooks:
                 hook.on_start(self.start_step)
+        watch.training_begins()
         done = self.start_step
         with ExitStack() as stack:
             stack.callback(self._finish_saving)
@@ -153,7 +165,7 @@ class Trainer:
         with self._account.state("hooks", step=done):
             for hook in self.hooks:
                 hook.on_end(done, status)
-        return FitResult(step=done, status=status, counters=self.counters)
+        return FitResult(step=done, status=status, counters=self.counters, seconds=watch.read())
 
     def _one_step(self, prepared: PreparedStep, *, stop: Callable[[], bool]) -> bool:
         """A step and its side jobs. Returns whether to stop."""
@@ -265,3 +277,27 @@ class Trainer:
     def _finish_saving(self) -> None:
         if self._saving is not None:
             self._wait_for_disk(self._saving.writer)
+
+
+class _Watch:
+    """Splits the time of `fit`; measurements are what the account charged to their state."""
+
+    def __init__(self, account: Account) -> None:
+        self._account = account
+        self._began = self._trained_from = self._read()
+
+    def training_begins(self) -> None:
+        self._trained_from = self._read()
+
+    def read(self) -> FitSeconds:
+        (began, measured), (from_here, measured_first), (now, measured_in_all) = self._began, self._trained_from, self._read()
+        return FitSeconds(
+            warm_up=from_here - began - (measured_first - measured),
+            train=now - from_here - (measured_in_all - measured_first),
+            validate=measured_in_all - measured,
+        )
+
+    def _read(self) -> tuple[float, float]:
+        """Seconds of the account in all, and in measurements."""
+        wall, states = self._account.read()
+        return wall / 1e9, states.get("validate", 0) / 1e9
