@@ -203,7 +203,7 @@ class _Run:
                 close_broker=self._close_broker,
             )
             slot_bytes = self._layout().nbytes
-            with sampled_queues(self.broker, folder=self.flight.folder, book=self.book, plan=plan, slot_bytes=slot_bytes):
+            with sampled_queues(self.broker, book=self.book, plan=plan, slot_bytes=slot_bytes):
                 return supervisor.run()
         finally:
             self._close_broker("the run is over", None)

@@ -11,6 +11,7 @@ from typing import Any
 
 from slipstream.config import Recipe
 from slipstream.launch.prediction import compare
+from slipstream.launch.queues import QueueFile
 from slipstream.observe import MetricLog, RunFacts, open_metric_log
 from slipstream.report.verdict import Verdict
 from slipstream.runfolder import RunFolder
@@ -28,6 +29,7 @@ class RunBook:
         self._metrics: MetricLog | None = None
         self._state: dict[str, Any] = {"status": "starting", "step": 0, "steps": None, "cause": None, "restarts": 0}
         self.validations: list[dict[str, Any]] = []
+        self.queues = QueueFile(folder.queues)
         self.trained = -1
         """The last step that was trained, as far as was heard; -1 before the first of this start."""
 
@@ -66,6 +68,8 @@ class RunBook:
         """Hear one report."""
         if kind == "record":
             self._record(payload)
+        elif kind == "queues":
+            self.queues.write(payload)
         elif kind == "restart":
             self._state["restarts"] += 1
             self._write({"kind": "restart", "step": self._state["step"], "worker": worker, **payload})
@@ -84,6 +88,7 @@ class RunBook:
 
     def close(self) -> None:
         """Close the sinks."""
+        self.queues.close()
         if self._metrics is not None:
             self._metrics.close()
 

@@ -16,7 +16,8 @@ from slipstream.evaluate.acceptance import simulate_pack
 from slipstream.evaluate.summary import summarise
 from slipstream.export.warm_start import read_warm_start
 from slipstream.launch.child import Control
-from slipstream.launch.planning import RunPlan
+from slipstream.launch.planning import RunPlan, slot_layout
+from slipstream.launch.queues import QueueSampler
 from slipstream.launch.stages import time_stages
 from slipstream.launch.work import gpu_work
 from slipstream.observe import Account, MetricLog
@@ -25,6 +26,7 @@ from slipstream.runfolder import RunFolder
 from slipstream.target.ends import FrozenEnds, load_frozen_ends
 from slipstream.target.fingerprint import fingerprint_target
 from slipstream.trainer import ColumnShare, MainRank, RankGroup, RunParts, build_trainer, latest
+from slipstream.transport.ledger import QueueDepth
 
 Line = Mapping[str, object]
 
@@ -42,6 +44,10 @@ class Source(Protocol):
 
     def release(self, pack_id: int) -> None:
         """The pack's last use is over."""
+        ...
+
+    def depths(self) -> Mapping[int, QueueDepth]:
+        """The queue between target and drafter by rank, now; empty where only the broker knows it."""
         ...
 
     def close(self) -> None:
@@ -180,6 +186,10 @@ def train_drafter(
         time_stages(account, device=job["device"])
         control.report("ready", {"parameters": shape.num_parameters})
         account.rest()
+        if job["role"] == "colocated":
+            slot_bytes = slot_layout(recipe=recipe, shape=shape, info=info).nbytes
+            sampler = _sampled_queue(source, control=control, account=account, plan=plan, slot_bytes=slot_bytes)
+            stack.enter_context(sampler)
         began = time.monotonic()
         result = trainer.fit(stop=control.stopping)
     newest = latest(folder.checkpoints)
@@ -189,6 +199,19 @@ def train_drafter(
         "train_seconds": time.monotonic() - began,
         "checkpoint": str(newest) if newest else None,
     }
+
+
+def _sampled_queue(
+    source: Source, *, control: Control, account: Account, plan: RunPlan, slot_bytes: int
+) -> QueueSampler:
+    return QueueSampler(
+        depths=source.depths,
+        trained=lambda: account.step - 1,
+        schedule=plan.schedule,
+        start_step=plan.start_step,
+        slot_bytes=slot_bytes,
+        put=lambda lines: control.report("queues", lines),
+    )
 
 
 def _taking(job: Mapping[str, Any]) -> str:
