@@ -68,10 +68,12 @@ def test_every_second_of_every_worker_has_a_state(material: dict[str, str], tmp_
     trained = {span[4] for span in spans if span[1] == "forward"}
     assert trained <= {span[4] for span in made if span[1] == "target"}
     assert {span[5] for span in spans if span[1] == "backward"} == set(range(steps))
+    uses = len([span for span in spans if span[1] == "forward"])
+    assert len([span for span in spans if span[0] == "cpu"]) <= 30 * uses + 200, "states cost little since they are few"
+    check_queues(folder)
 
 
-def test_queues_and_no_gpus(material: dict[str, str], tmp_path: Path) -> None:
-    folder = finished(material, tmp_path, "split")
+def check_queues(folder: RunFolder) -> None:
     found = lines(folder.queues)
     assert found
     for line in found:

@@ -7,10 +7,9 @@ from contextlib import AbstractContextManager, nullcontext
 from slipstream.device.kind import gpu_uuids
 from slipstream.launch.planning import RunPlan
 from slipstream.launch.preflight import Preflight
-from slipstream.launch.queues import QueueLog
+from slipstream.launch.queues import QueueSampler
 from slipstream.launch.runbook import RunBook
 from slipstream.observe.gpus import open_gpu_sampler
-from slipstream.runfolder import RunFolder
 from slipstream.transport.broker import Broker
 
 
@@ -24,17 +23,15 @@ def sampled_gpus(flight: Preflight) -> AbstractContextManager[object]:
     return open_gpu_sampler(uuids=uuids, path=flight.folder.gpus) or nullcontext()
 
 
-def sampled_queues(
-    broker: Broker | None, *, folder: RunFolder, book: RunBook, plan: RunPlan, slot_bytes: int
-) -> AbstractContextManager[object]:
-    """The queues that a broker serves, into the run folder; a run without one has no queue between processes."""
+def sampled_queues(broker: Broker | None, *, book: RunBook, plan: RunPlan, slot_bytes: int) -> AbstractContextManager[object]:
+    """The queues that a broker serves, into the run's book; where there is none, the processes report their own."""
     if broker is None:
         return nullcontext()
-    return QueueLog(
-        path=folder.queues,
+    return QueueSampler(
         depths=broker.depths,
         trained=lambda: book.trained,
         schedule=plan.schedule,
         start_step=plan.start_step,
         slot_bytes=slot_bytes,
+        put=book.queues.write,
     )

@@ -22,7 +22,7 @@ from slipstream.device.streams import Event, Streams
 from slipstream.errors import TransportClosed, TransportError
 from slipstream.records import HiddenPack
 from slipstream.transport.ends import SourceStats
-from slipstream.transport.ledger import Assignment, PackOrder
+from slipstream.transport.ledger import Assignment, PackOrder, QueueDepth
 from slipstream.transport.local_link import LocalLink
 from slipstream.transport.operations import DeviceSlot, Operations
 from slipstream.transport.planned import PlannedUse, without_repeats
@@ -125,6 +125,11 @@ class DeviceInline:
         """So far; waiting is the time in which packs were launched and awaited."""
         with self._changed:
             return self._link.shelf.stats()
+
+    def depths(self) -> dict[int, QueueDepth]:
+        """The queue between target and drafter, now. From any thread."""
+        with self._changed:
+            return self._link.depths()
 
     def close(self) -> None:
         """Nothing more will be taken. May be called twice."""

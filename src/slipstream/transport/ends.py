@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
-from slipstream.transport.ledger import Assignment
+from slipstream.transport.ledger import Assignment, QueueDepth
 
 if TYPE_CHECKING:
     import torch
@@ -78,6 +79,10 @@ class HiddenSource(Protocol):
 
     def stats(self) -> SourceStats:
         """Waiting, verifying and counts so far."""
+        ...
+
+    def depths(self) -> Mapping[int, QueueDepth]:
+        """The queue between target and drafter by rank, now, from any thread; empty where only the broker knows it."""
         ...
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from slipstream.errors import TransportClosed, TransportError
 from slipstream.records import HiddenPack
 from slipstream.transport.ends import SourceStats, Verify
-from slipstream.transport.ledger import Assignment, Ledger, PackOrder
+from slipstream.transport.ledger import Assignment, Ledger, PackOrder, QueueDepth
 from slipstream.transport.messages import Ready
 from slipstream.transport.shelf import CheckedShelf
 from slipstream.transport.slots import SlotPool
@@ -65,6 +65,10 @@ class InlineTransport:
     def stats(self) -> SourceStats:
         """So far; waiting is the time in which packs were produced."""
         return self._shelf.stats()
+
+    def depths(self) -> dict[int, QueueDepth]:
+        """The queue between target and drafter, now. From any thread."""
+        return self._ledger.depths()
 
     def close(self) -> None:
         """Nothing more will be taken; lets go of the pool."""

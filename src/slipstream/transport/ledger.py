@@ -243,10 +243,10 @@ class Ledger:
         }
 
     def depths(self) -> dict[int, QueueDepth]:
-        """The queue of every rank that has not left, now."""
+        """The queue of every rank that has not left, now. From any thread, though the ledger belongs to one."""
         passing: dict[int, list[_Live]] = {rank_id: [] for rank_id, rank in self._ranks.items() if not rank.left}
-        for live in self._live.values():
-            if not live.order.kept:
+        for live in list(self._live.values()):
+            if not live.order.kept and live.order.rank in passing:
                 passing[live.order.rank].append(live)
         return {
             rank_id: QueueDepth(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from slipstream.transport.ledger import Assignment, Ledger, PackOrder
+from slipstream.transport.ledger import Assignment, Ledger, PackOrder, QueueDepth
 from slipstream.transport.messages import Ready
 from slipstream.transport.shelf import Shelf
 
@@ -38,6 +38,10 @@ class LocalLink:
     def give_up(self, assignment: Assignment) -> None:
         """It will not be finished: it is issued again."""
         self._ledger.worker_lost(self.in_flight.pop(assignment.pack_id))
+
+    def depths(self) -> dict[int, QueueDepth]:
+        """The queue of this process's own rank, now."""
+        return self._ledger.depths()
 
     def ready(self, pack_id: int) -> Ready | None:
         """Contract: `Link.ready`."""

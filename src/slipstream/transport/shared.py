@@ -18,7 +18,7 @@ from slipstream.records import HiddenPack
 from slipstream.transport.broker import Broker
 from slipstream.transport.consumer_end import LEFT_HERE, ConsumerEnd, OneTarget
 from slipstream.transport.ends import SourceStats, Verify
-from slipstream.transport.ledger import Assignment
+from slipstream.transport.ledger import Assignment, QueueDepth
 from slipstream.transport.messages import (
     SUPERVISOR_GONE,
     Acquire,
@@ -175,6 +175,10 @@ class SharedSource:
         """So far; waiting is the time spent in `take` until the pack was there."""
         with self._changed:
             return self._shelf.stats()
+
+    def depths(self) -> dict[int, QueueDepth]:
+        """The broker knows."""
+        return {}
 
     def close(self) -> None:
         """Leave in order; ends the reader thread and lets go of the pool."""

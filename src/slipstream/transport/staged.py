@@ -17,7 +17,7 @@ from slipstream.transport.consumer_end import LEFT_HERE, ConsumerEnd, OneTarget
 from slipstream.transport.departures import Departures
 from slipstream.transport.ends import SourceStats
 from slipstream.transport.host_slots import HostSlots
-from slipstream.transport.ledger import Assignment
+from slipstream.transport.ledger import Assignment, QueueDepth
 from slipstream.transport.messages import Ready, Rejected, Released
 from slipstream.transport.operations import DeviceSlot, Operations
 from slipstream.transport.planned import PlannedUse
@@ -155,6 +155,10 @@ class StagedSource:
         """So far. Seals are verified behind the loop's back: verifying takes none of its time."""
         with self._changed:
             return self._shelf.stats()
+
+    def depths(self) -> dict[int, QueueDepth]:
+        """The broker knows."""
+        return {}
 
     def close(self) -> None:
         """Leave in order, once the copies on their way have landed. May be called twice."""

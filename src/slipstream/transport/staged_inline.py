@@ -17,7 +17,7 @@ from slipstream.transport.arrivals import Arrivals, Buffer
 from slipstream.transport.departures import Departures
 from slipstream.transport.ends import SourceStats
 from slipstream.transport.host_slots import HostSlots
-from slipstream.transport.ledger import Assignment, PackOrder
+from slipstream.transport.ledger import Assignment, PackOrder, QueueDepth
 from slipstream.transport.local_link import LocalLink
 from slipstream.transport.operations import DeviceSlot, Operations
 from slipstream.transport.planned import PlannedUse
@@ -106,6 +106,11 @@ class StagedInline:
         """So far; waiting is the time in which packs were launched and awaited."""
         with self._changed:
             return self._link.shelf.stats()
+
+    def depths(self) -> dict[int, QueueDepth]:
+        """The queue between target and drafter, now. From any thread."""
+        with self._changed:
+            return self._link.depths()
 
     def close(self) -> None:
         """Nothing more will be taken; ends once the copies on their way have landed. May be called twice."""

@@ -8,6 +8,7 @@ Shape letters: T context tokens · K tapped layers · D hidden size.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -16,6 +17,7 @@ from slipstream.device.float8 import dequantise
 from slipstream.records import HiddenPack
 from slipstream.transport.ends import HiddenSource, SourceStats
 from slipstream.transport.layout import SlotLayout
+from slipstream.transport.ledger import QueueDepth
 from slipstream.transport.slots import DTYPES
 
 
@@ -46,6 +48,10 @@ class Widened:
     def stats(self) -> SourceStats:
         """Of the source below."""
         return self._source.stats()
+
+    def depths(self) -> Mapping[int, QueueDepth]:
+        """Of the source below."""
+        return self._source.depths()
 
     def close(self) -> None:
         """Leave. May be called twice."""
