@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -86,8 +87,19 @@ def test_data_is_whole_at_first_then_only_what_is_newer(server: LiveServer, tmp_
     assert not second["whole"]
     assert decode(second["train"]["step"]).tolist() == [20]
     assert second["lanes"] == []
-    assert second["figures"]["step"] == 21
+    deadline = time.monotonic() + 30
+    while data(server, second["cursor"])["figures"]["step"] != 21:
+        assert time.monotonic() < deadline
     assert data(server, "nonsense")["whole"]
+
+
+def test_the_end_of_a_run_is_told_at_once(server: LiveServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slipstream.report.web.TELL_SHARE", 1e-6)
+    assert data(server)["figures"]["status"] == "training"
+    (tmp_path / "live" / "state.json").write_text(json.dumps({"status": "training", "step": 20, "steps": 99}))
+    assert data(server)["figures"]["steps"] == 100
+    (tmp_path / "live" / "state.json").write_text(json.dumps({"status": "interrupted", "step": 20, "steps": 99}))
+    assert data(server)["figures"]["status"] == "interrupted"
 
 
 def test_a_port_that_is_taken_and_a_folder_without_a_run_are_refused(server: LiveServer, tmp_path: Path) -> None:

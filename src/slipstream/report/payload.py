@@ -52,14 +52,28 @@ class Cursor:
             return None
 
 
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What is told of a run in numbers and words, JSON-able: the part of a page that has to look at every span."""
+
+    figures: dict[str, Any]
+    verdict: dict[str, Any]
+
+
+def tell(run: RunData, *, window: float | None = None) -> Told:
+    """Figures and verdict; the latter over the newest `window` seconds, or over the whole run."""
+    return Told(figures=run_figures(run), verdict=verdict_figures(judge(run, window=window)))
+
+
 def run_payload(
-    run: RunData, *, since: Cursor | None = None, most_spans: int = MOST_SPANS, window: float | None = None
+    run: RunData, *, told: Told | None = None, since: Cursor | None = None, most_spans: int = MOST_SPANS
 ) -> dict[str, Any]:
     """One run for the page. With `since`, curves and lanes hold only what is newer; figures and verdict are always whole.
 
-    `window` is over how many of the newest seconds the verdict is; none for the whole run. A cursor from before the run's
-    newest start is of no use: the answer then says `whole`, and the page forgets what it had.
+    They are `told`, or told now of the whole run. A cursor from before the run's newest start is of no use: the answer then
+    says `whole`, and the page forgets what it had.
     """
+    told = told or tell(run)
     cursor = cursor_of(run)
     known = since if since is not None and _continues(since, cursor) else None
     begin = known.begin if known else cursor.begin
@@ -72,8 +86,8 @@ def run_payload(
         "end": run.end,
         "now": run.now,
         "ended": run.ended,
-        "figures": run_figures(run),
-        "verdict": verdict_figures(judge(run, window=window)),
+        "figures": told.figures,
+        "verdict": told.verdict,
         "train": train_curves(run, after_step=known.step if known else -1),
         "slot_accuracy": slot_accuracy(run),
         "validations": run.validations,

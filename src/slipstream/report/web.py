@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -16,13 +17,15 @@ from urllib.parse import parse_qs, urlsplit
 
 from slipstream.errors import UsageError
 from slipstream.report.html import live_page, to_json
-from slipstream.report.payload import Cursor, run_payload
-from slipstream.report.reading import RunReader
+from slipstream.report.payload import Cursor, Told, run_payload, tell
+from slipstream.report.reading import RunData, RunReader
 
 ADDRESS = "127.0.0.1"
 DEFAULT_PORT = 7007
 LIVE_WINDOW_SECONDS = 300.0
 """The verdict of a run that goes on is of so many of its newest seconds."""
+TELL_SHARE = 0.1
+"""Share of one core's time that telling figures and verdict may take while a page is open."""
 HOSTS = frozenset({ADDRESS, "localhost", "[::1]"})
 
 log = logging.getLogger(__name__)
@@ -35,12 +38,25 @@ class LiveRun:
         self._reader = RunReader(folder)
         self._lock = threading.Lock()
         self.name = self._reader.refresh().name
+        self._told: Told | None = None
+        self._told_of: str | None = None
+        self._tell_again = 0.0
 
     def data(self, *, since: Cursor | None) -> dict[str, Any]:
         """What the page does not have yet."""
         with self._lock:
             run = self._reader.refresh()
-        return {"runs": [run_payload(run, since=since, window=None if run.ended else LIVE_WINDOW_SECONDS)]}
+            told = self._tell(run)
+        return {"runs": [run_payload(run, told=told, since=since)]}
+
+    def _tell(self, run: RunData) -> Told:
+        """Figures and verdict, told anew when the run's status changes and else as seldom as keeps their cost small."""
+        began = time.monotonic()
+        if self._told is None or run.state.get("status") != self._told_of or began >= self._tell_again:
+            self._told = tell(run, window=None if run.ended else LIVE_WINDOW_SECONDS)
+            ended = time.monotonic()
+            self._told_of, self._tell_again = run.state.get("status"), ended + (ended - began) / TELL_SHARE
+        return self._told
 
 
 class LiveServer(ThreadingHTTPServer):
