@@ -34,13 +34,13 @@ def run_figures(run: RunData) -> dict[str, Any]:
         "folder": run.root.name,
         "status": run.state.get("status"),
         "cause": run.state.get("cause"),
-        "step": _steps_done(run),
+        "step": steps_done(run),
         "steps": run.state.get("steps"),
         "restarts": run.state.get("restarts", 0),
         "seconds": run.end - run.begin,
         "training_seconds": window[1] - window[0] if window else None,
         "training_after_seconds": window[0] - run.begin if window else None,
-        "time_left_seconds": _time_left(run),
+        "time_left_seconds": time_left(run),
         "rates": rates(run),
         "results": results(run),
         "workers": workers,
@@ -165,17 +165,18 @@ def plan_summary(run: RunData) -> dict[str, Any] | None:
     return dict(summary)
 
 
-def _steps_done(run: RunData) -> int:
+def steps_done(run: RunData) -> int:
+    """Steps that the run has made, as far as its files say."""
     return max([int(run.state.get("step") or 0), *(int(line["step"]) + 1 for line in run.train[-1:])])
 
 
-def _time_left(run: RunData) -> float | None:
+def time_left(run: RunData) -> float | None:
     """Seconds to the last step at the pace of the newest steps; none when the run is over or has no pace yet."""
     steps = run.state.get("steps")
     seconds = column(run.train[-RAMP_STEPS:], "seconds")
     if run.ended or steps is None or not np.isfinite(seconds).any():
         return None
-    return float(np.nanmean(seconds)) * max(0, int(steps) - _steps_done(run))
+    return float(np.nanmean(seconds)) * max(0, int(steps) - steps_done(run))
 
 
 def _mean(values: Floats) -> float | None:
