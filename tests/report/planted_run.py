@@ -47,6 +47,7 @@ class Plant:
     devices: int | None = None
     odd_target_seconds: float = 0.0
     tokens: int = TOKENS
+    utilisation: float | None = None
 
 
 class Player:
@@ -147,6 +148,14 @@ class Player:
             self.events.append({"kind": "late_work", "step": step + 1, "recompiles": 1, "names": ["graph 1/0 (dynamo)"]})
         self.queue.append({"time": BEGAN + now, "rank": 0, "ready": float(step % 3), "free": 1.0, "slots": 4.0})
 
+    def _gpus(self, count: int) -> Samples:
+        """What NVML would have said, if the plant has it say something."""
+        if self.plant.utilisation is None:
+            return Samples()
+        times = [row["time"] for row in self.queue]
+        busy = self.plant.utilisation
+        return Samples.of([{"time": time, "gpu": gpu, "utilisation": busy} for time in times for gpu in range(count)])
+
     @property
     def run(self) -> RunData:
         """What `read_run` would return."""
@@ -177,6 +186,7 @@ class Player:
             events=self.events,
             spans=spans,
             queues=Samples.of(self.queue),
+            gpus=self._gpus(len(spans)),
             now=BEGAN + 1000,
         )  # fmt: skip
 

@@ -180,6 +180,16 @@ def test_a_finding_begins_at_its_threshold(threshold: str, kind: str, plant: Cal
     assert kind in kinds(judge(planted(plant(value * 1.1))))
 
 
+def test_gaps_between_kernels_are_seen_by_the_driver_alone() -> None:
+    """Stages timed by events cover their gaps: the device seems busy throughout, NVML says how much of it was work."""
+    plant = Plant(gpu=True, launch=0.0, colocated=True, target=lambda pack: 0.05, use=lambda rank: 0.05)
+    finding = first(planted(plant, utilisation=0.4), "launch_bound")
+    assert finding.numbers["device_seconds"] == pytest.approx(0.4 * 0.22, rel=0.02)
+    assert finding.predicted_gain == pytest.approx(1.0, abs=0.02)
+    assert kinds(judge(planted(plant, utilisation=0.95))) == ["balanced"]
+    assert kinds(judge(planted(plant, utilisation=None))) == ["balanced"]
+
+
 @pytest.mark.parametrize(("device", "found"), [(0.9, True), (1.1, False)])
 def test_launching_counts_below_a_share_of_the_device(device: float, found: bool) -> None:
     launch = 1 / (findings_workers.DEVICE_BUSY * device) - 1
@@ -194,6 +204,18 @@ def test_launching_counts_above_a_share_of_the_thread(share: float, found: bool)
     plant = Plant(gpu=True, launch=1.0, colocated=True, build=0.22 / (1 - waits), target=lambda pack: 0.05)
     plant = replace(plant, use=lambda rank: 0.05)
     assert ("launch_bound" in kinds(judge(planted(plant)))) is found
+
+
+@pytest.mark.parametrize(("share", "found"), [(0.9, True), (1.1, False)])
+def test_a_thread_that_waits_for_its_device_is_not_bound_by_launching(share: float, found: bool) -> None:
+    """The waits of the plant are for arrays; under another name they are for the device."""
+    waits = findings_workers.DEVICE_WAIT * share
+    plant = Plant(gpu=True, launch=1.0, colocated=True, build=0.22 / (1 - waits), target=lambda pack: 0.05)
+    run = planted(plant, use=lambda rank: 0.05)
+    spans = run.spans["worker-0"]
+    names = tuple({"wait_loader": "wait_gpu"}.get(name, name) for name in spans.state_names)
+    waiting = replace(run, spans={"worker-0": replace(spans, state_names=names)})
+    assert ("launch_bound" in kinds(judge(waiting))) is found
 
 
 @pytest.mark.parametrize(("gain", "found"), [(0.9, False), (1.1, True)])

@@ -17,8 +17,9 @@ IMBALANCE = 0.05
 """A rank that is later than the others by this share of a step holds them up."""
 PAUSE, VALIDATION = 0.03, 0.10
 """Checkpoints and validation count from these shares on; advice aims at a third of them."""
-LAUNCHED, DEVICE_BUSY = 0.80, 0.80
-"""Launch-bound: the thread works for the first share at least, its device for less than the second."""
+LAUNCHED, DEVICE_BUSY, DEVICE_WAIT = 0.80, 0.80, 0.10
+"""Launch-bound: the thread launches for the first share at least and waits for its device for less than the third, which
+works for less than the second."""
 RECOMPILES = 0.01
 """Compiling after warm-up counts from this share on."""
 
@@ -152,8 +153,8 @@ def _launch(measured: Measured, *, plan: dict[str, Any]) -> Finding | None:
     found = [worker for worker in measured.workers if _is_launch_bound(worker)]
     if not found:
         return None
-    worst = max(found, key=lambda worker: _launching(worker) - (worker.gpu_busy or 0.0))
-    step, launching, device = measured.step_seconds, _launching(worst), worst.gpu_busy or 0.0
+    worst = max(found, key=lambda worker: _launching(worker) - (_device(worker) or 0.0))
+    step, launching, device = measured.step_seconds, _launching(worst), _device(worst) or 0.0
     gain = launching / max(launching / 2, device) - 1
     change = {f"plan.{key}": 2 * plan[key] for key in ("pack_tokens", "pack_anchors") if isinstance(plan.get(key), int)}
     per_step = plan.get("packs_per_step")
@@ -175,8 +176,15 @@ def _launching(worker: Worker) -> float:
     return worker.share("target", "publish", *USE, *ONCE)
 
 
+def _device(worker: Worker) -> float | None:
+    """Share in which its device worked: by NVML, which leaves gaps between kernels out, else by its timed stages."""
+    return worker.gpu_busy if worker.active is None else worker.active
+
+
 def _is_launch_bound(worker: Worker) -> bool:
-    return worker.gpu_busy is not None and worker.gpu_busy < DEVICE_BUSY and _launching(worker) >= LAUNCHED
+    device = _device(worker)
+    busy = _launching(worker) >= LAUNCHED and worker.share("wait_gpu") < DEVICE_WAIT
+    return device is not None and device < DEVICE_BUSY and busy
 
 
 def _recompiles(measured: Measured, *, run: RunData) -> Finding | None:

@@ -6,7 +6,7 @@ On a GPU a stage takes as long as its device or its launching, whichever is long
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -29,7 +29,8 @@ PAUSES = ("validate", "checkpoint", "wait_disk")
 @dataclass(frozen=True, slots=True)
 class Worker:
     """One worker in the window. `shares` of its own thread's time and `gpu` of its device's, by state; `loader` the share in
-    which its thread of arrays built some. `gpu` is empty where no device was timed."""
+    which its thread of arrays built some. `gpu` is empty where no device was timed; a stage's time on it includes the gaps
+    between its kernels. `active` is the share in which any kernel ran on its GPU, by NVML; none where that is not known."""
 
     name: str
     role: str
@@ -37,6 +38,7 @@ class Worker:
     shares: Mapping[str, float]
     gpu: Mapping[str, float]
     loader: float
+    active: float | None = None
 
     def share(self, *states: str) -> float:
         """Of the window, in any of the states."""
@@ -126,7 +128,10 @@ def measure(run: RunData, *, window: float | None = None) -> Measured | None:
     if len(ends) < LEAST_STEPS + 1:
         return None
     begin, end, count = float(ends[0]), float(ends[-1]), len(ends) - 1
-    workers = [worker_in(found, begin=begin, end=end) for _, found in sorted(spans.items())]
+    workers = [
+        replace(worker_in(found, begin=begin, end=end), active=_active(run, gpu=found.gpu, begin=begin, end=end))
+        for _, found in sorted(spans.items())
+    ]
     if not any(worker.cost(*USE) for worker in workers):
         return None  # its spans were dropped: nothing can be said
     tokens, unique = _tokens_per_step(run, first=int(steps[1]), last=int(steps[-1]))
@@ -217,6 +222,15 @@ def worker_in(spans: Spans, *, begin: float, end: float) -> Worker:
         gpu=shares("gpu"),
         loader=sum(shares("loader").values()),
     )
+
+
+def _active(run: RunData, *, gpu: int | None, begin: float, end: float) -> float | None:
+    """Mean share of time in which a kernel ran on a GPU, as NVML sampled it in the window."""
+    if gpu is None or not len(run.gpus):
+        return None
+    found = run.gpus.where("gpu", gpu).between(begin, end)["utilisation"]
+    found = found[np.isfinite(found)]
+    return float(found.mean()) if len(found) else None
 
 
 def _layout(workers: Sequence[Worker]) -> Layout:
