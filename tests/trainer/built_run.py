@@ -91,12 +91,12 @@ class Source:
 
 
 class Ends:
-    def __init__(self, *, shape: DrafterShape, dtype: str, device: str) -> None:
-        def ends(seed: int) -> torch.Tensor:
+    def __init__(self, *, shape: DrafterShape, dtype: str, device: str, embedding: str) -> None:
+        def ends(seed: int, place: str) -> torch.Tensor:
             values = torch.randn(V, shape.hidden_size, generator=torch.Generator().manual_seed(seed))
-            return values.to(device=device, dtype=getattr(torch, dtype))
+            return values.to(device=place, dtype=getattr(torch, dtype))
 
-        self.embedding_VD, self.head_VD = ends(4), ends(5)
+        self.embedding_VD, self.head_VD = ends(4, embedding), ends(5, device)
 
 
 def index_of(documents: list[Document]) -> CorpusIndex:
@@ -122,6 +122,7 @@ class Built:
         gpu: Gpu | None = None,
         work: GpuWork | None = None,
         account: Account | None = None,
+        embedding: str | None = None,
     ) -> None:
         folder.mkdir(exist_ok=True)
         documents = [document(number) for number in range(NUM_DOCUMENTS)]
@@ -141,6 +142,7 @@ class Built:
         )
         self.log = open_metric_log(recipe.observe.sinks, facts=facts)
         self.validated: list[int] = []
+        self.ends = Ends(shape=shape, dtype=dtype, device=device, embedding=embedding or device)
         parts = RunParts(
             recipe=recipe,
             shape=shape,
@@ -148,7 +150,7 @@ class Built:
             planner=planner,
             source=self.source,
             drafter=self.drafter,
-            ends=Ends(shape=shape, dtype=dtype, device=device),
+            ends=self.ends,
             target_fingerprint="made-up",
             share=ColumnShare(rank=0, ranks=1),
             group=None,

@@ -27,11 +27,12 @@ WINDOW = "traced steps"
 
 @dataclass
 class Trace:
-    """What a window of a trace holds: forbidden calls by (name, thread), pageable copies, and launches in all."""
+    """What a window of a trace holds: forbidden calls by (name, thread), pageable copies, launches of kernels and of graphs."""
 
     forbidden: Counter = field(default_factory=Counter)
     pageable: Counter = field(default_factory=Counter)
     launches: int = 0
+    graph_launches: int = 0
 
 
 def thread_ids(name: str) -> set[int]:
@@ -56,6 +57,7 @@ def read_trace(path: Path, *, but: set[int]) -> Trace:
         name, kind = event.get("name", ""), event.get("cat", "")
         if kind in ("cuda_runtime", "cuda_driver"):
             trace.launches += "LaunchKernel" in name
+            trace.graph_launches += "GraphLaunch" in name
             if FORBIDDEN.search(name) and int(event["tid"]) not in but:
                 trace.forbidden[name, event["tid"]] += 1
         elif kind == "gpu_memcpy" and "Pageable" in name:

@@ -25,12 +25,27 @@ pytestmark = pytest.mark.gpu
 GPU_SHAPE = dataclasses.replace(SHAPE, hidden_size=64, intermediate_size=128, head_dim=16)
 
 
-def gpu_run(folder: Path, *, resume: bool = False, gpu: Gpu | None = None, device: str = "cuda", **sections: dict) -> Built:
-    """About 39 steps; packs lie on the device before the first."""
-    base = {"plan": {"epochs": 6}, "validation": {"every_steps": 1000}, "checkpoint": {"every_steps": 8, "keep": 9}}
+def gpu_run(
+    folder: Path,
+    *,
+    resume: bool = False,
+    gpu: Gpu | None = None,
+    device: str = "cuda",
+    embedding: str | None = None,
+    **sections: dict,
+) -> Built:
+    """About 39 steps, launched unless a section says otherwise; packs lie on the device before the first."""
+    base = {
+        "plan": {"epochs": 6},
+        "validation": {"every_steps": 1000},
+        "checkpoint": {"every_steps": 8, "keep": 9},
+        "placement": {"cuda_graphs": "off"},
+    }
     recipe = make_recipe(**{key: {**base.get(key, {}), **sections.get(key, {})} for key in base.keys() | sections.keys()})
     attention = "flex" if device == "cuda" else "sdpa"
-    run = Built(folder, recipe, resume=resume, shape=GPU_SHAPE, device=device, attention=attention, gpu=gpu)
+    run = Built(
+        folder, recipe, resume=resume, shape=GPU_SHAPE, device=device, attention=attention, gpu=gpu, embedding=embedding
+    )
     run.source.preload(run.schedule.num_packs)
     torch.cuda.synchronize()
     return run
@@ -45,9 +60,14 @@ def assert_equal_weights(one: Built, two: Built) -> None:
         assert torch.equal(weight, weights(two)[name]), name
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_steps_neither_wait_nor_allocate(tmp_path: Path, dtype: str) -> None:
-    run = gpu_run(tmp_path, drafter={"dtype": dtype}, objective={"noise_std": 0.05, "weight": "dpace"})
+@pytest.mark.parametrize(("dtype", "graphs"), [("bfloat16", "off"), ("float32", "off"), ("bfloat16", "on")])
+def test_steps_neither_wait_nor_allocate(tmp_path: Path, dtype: str, graphs: str) -> None:
+    run = gpu_run(
+        tmp_path,
+        drafter={"dtype": dtype},
+        objective={"noise_std": 0.05, "weight": "dpace"},
+        placement={"cuda_graphs": graphs},
+    )
     trace_file = tmp_path / "trace.json"
     traced = TracedSteps(trace_file, first=8, last=32)
     run.trainer.hooks = (*run.trainer.hooks, traced)
@@ -55,6 +75,8 @@ def test_steps_neither_wait_nor_allocate(tmp_path: Path, dtype: str) -> None:
     assert result.status == "finished"
     assert (traced.num_steps, traced.num_checkpoints) == (24, 3)
     trace = read_trace(trace_file, but=traced.waiters)
+    # two passes of two columns, and the update
+    assert (trace.launches > 24 * 100, trace.graph_launches) == ((False, 24 * 5) if graphs == "on" else (True, 0))
     assert trace.launches > 24 * 20
     assert trace.forbidden == {}
     assert trace.pageable == {}
@@ -137,8 +159,10 @@ def differing_checkpoints(run: Built) -> list[int]:
     return found
 
 
-def test_late_copies_change_nothing(tmp_path: Path) -> None:
-    plain, slow = gpu_run(tmp_path / "plain"), gpu_run(tmp_path / "slow", gpu=slow_gpu())
+@pytest.mark.parametrize("graphs", ["off", "on"])
+def test_late_copies_change_nothing(tmp_path: Path, graphs: str) -> None:
+    plain = gpu_run(tmp_path / "plain")
+    slow = gpu_run(tmp_path / "slow", gpu=slow_gpu(), placement={"cuda_graphs": graphs})
     assert differing_checkpoints(plain) == []
     assert differing_checkpoints(slow) == []
     assert_equal_weights(plain, slow)
