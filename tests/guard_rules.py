@@ -46,7 +46,7 @@ SYNCHRONISING = ("item", "cpu", "tolist", "nonzero", "synchronize", "is_nonzero"
 TARGET_ENGINE = (
     "target/engine.py", "target/frame.py", "target/kernels.py", "target/elementwise.py",
     "target/fused.py", "target/attention.py", "target/delta_net.py",
-    "target/float8.py", "target/float8_elementwise.py", "target/float8_layers.py",
+    "target/float8.py", "target/float8_elementwise.py", "target/float8_kernels.py", "target/float8_layers.py",
 )  # fmt: skip
 HOT = ("trainer/loop.py", "drafter/*.py", "objective/*.py", "target/huggingface.py", "target/capture.py", *TARGET_ENGINE)
 NOT_HOT = ("drafter/blocks.py", "objective/reference.py")

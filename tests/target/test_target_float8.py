@@ -19,7 +19,7 @@ from slipstream.target import float8, float8_elementwise, parity
 from slipstream.target.delta_net import DeltaNetMixer
 from slipstream.target.dtypes import DTYPES
 from slipstream.target.fingerprint import fingerprint_target
-from slipstream.target.float8 import E4M3_MAX, Float8Weight, check_device, norm_step, round_weight
+from slipstream.target.float8 import E4M3_MAX, Float8Weight, check_device, cuda_product, norm_step, round_weight
 from slipstream.target.float8_elementwise import EAGER, rounded
 from slipstream.target.float8_layers import Float8Layer, quantise_decoder
 from slipstream.target.fused import FusedLayer
@@ -233,6 +233,17 @@ def test_a_rounded_product_is_off_by_a_few_hundredths_of_its_norm():
     expected = rows @ weight.T
     error = float((product - expected).norm() / expected.norm())
     assert 0.03 < error < 0.045
+
+
+def test_the_product_that_a_gpu_is_asked_for():
+    """torch computes it on a CPU too, slowly: the arguments are those it takes, and the result is what they stand for."""
+    torch.manual_seed(4)
+    values, _ = rounded(torch.randn(32, 128))
+    weight = Float8Weight(torch.randn(64, 128), row_step=0.5)
+    operands = values, weight.weight_PD, weight.row_step, weight.weight_step
+    product, expected = cuda_product()(*operands), exact_product(*operands)
+    assert (product.dtype, product.shape) == (torch.bfloat16, (32, 64))
+    assert (product.float() - expected).norm() <= 2**-8 * expected.norm()
 
 
 def test_scales_that_were_left_out_come_back_with_the_residual():

@@ -1,8 +1,8 @@
 """What lies between a float8 target's products: what comes before one rounds to e4m3, what comes after puts scales back.
 
-Pure functions, compiled as those of `elementwise`; each is one kernel, so that rounding costs no pass of its own. A scale
-belongs to one row alone: documents that share a pack cannot change each other's. A row that is not finite has a scale that is
-not, and stays so through the product, where `capture` finds it.
+Pure functions, compiled as those of `elementwise`, or with a kernel of their own (`float8_kernels`), so that rounding costs no
+pass of its own. A scale belongs to one row alone: documents that share a pack cannot change each other's. A row that is not
+finite gives one that is not, and stays so through the product, where `capture` finds it.
 
 Shape letters: T tokens · D hidden size · F width of the MLP · H heads · E head size · P columns.
 """
@@ -65,7 +65,7 @@ def add_rows(residual_TD: Tensor, product_TD: Tensor, step_T: Tensor) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Float8Elementwise:
-    """The functions of this module, as they are or compiled."""
+    """The functions of this module, as they are, or compiled."""
 
     norm: Callable[[Tensor, float], Tensor]
     norm_twice: Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]]
@@ -89,8 +89,12 @@ EAGER = Float8Elementwise(
 
 @cache
 def compiled() -> Float8Elementwise:
-    """Each function compiled for the exact shapes it meets, once in a process."""
-    return Float8Elementwise(**{field.name: compile_exact(getattr(EAGER, field.name)) for field in fields(Float8Elementwise)})
+    """Each function compiled for the exact shapes it meets, once in a process; two are kernels. Needs a CUDA device."""
+    from slipstream.target import float8_kernels  # here, not above: there is no Triton without a GPU
+
+    own = {"swiglu": float8_kernels.swiglu, "gated_norm": float8_kernels.gated_norm}
+    names = [field.name for field in fields(Float8Elementwise)]
+    return Float8Elementwise(**{name: own.get(name) or compile_exact(getattr(EAGER, name)) for name in names})
 
 
 def float8_elementwise(*, compile_it: bool) -> Float8Elementwise:
