@@ -18,7 +18,7 @@ from slipstream.export.warm_start import read_warm_start
 from slipstream.launch.child import Control
 from slipstream.launch.planning import RunPlan, slot_layout
 from slipstream.launch.queues import QueueSampler
-from slipstream.launch.stages import time_stages
+from slipstream.launch.stages import DryWatch, dry_watch, time_stages
 from slipstream.launch.work import gpu_work
 from slipstream.observe import Account, MetricLog
 from slipstream.records import HiddenPack
@@ -58,19 +58,28 @@ class Source(Protocol):
 class OnDevice:
     """A source whose packs lie on the drafter's device, wherever their slots are.
 
-    What the thread waits for `inside` a take is no other worker, where this process makes the packs itself.
+    What the thread waits for `inside` a take is no other worker, where this process makes the packs itself. With a `watch` it
+    waits for its own GPU first, until that has run dry.
     """
 
     def __init__(
-        self, source: Source, *, device: torch.device, account: Account | None = None, inside: str = "wait_input"
+        self,
+        source: Source,
+        *,
+        device: torch.device,
+        account: Account | None = None,
+        inside: str = "wait_input",
+        watch: DryWatch | None = None,
     ) -> None:
         self._source = source
         self._device = device
-        self._account, self._inside = account or Account("source"), inside
+        self._account, self._inside, self._watch = account or Account("source"), inside, watch
 
     def take(self, pack_id: int) -> HiddenPack:
         """The pack, where the drafter computes: a copy made here would be one that the loop waits for."""
-        with self._account.state(self._inside, pack=pack_id):
+        with self._account.state("wait_gpu" if self._watch else self._inside, pack=pack_id) as claim:
+            if self._watch is not None:
+                self._watch.until_dry(claim, self._inside)
             taken = self._source.take(pack_id)
         found = taken.hidden_TKD.device.type
         assert found == self._device.type, f"pack {pack_id} came on {found}, the drafter is on {self._device}"
@@ -159,9 +168,12 @@ def train_drafter(
         family=recipe.drafter.type,
     )
     ends = load_frozen_ends(info=info, dtype=recipe.drafter.dtype, device=job["device"])
-    placed = OnDevice(source, device=device, account=account, inside=_taking(job))
+    watch = dry_watch(device=job["device"]) if job["role"] == "drafter" else None
+    placed = OnDevice(source, device=device, account=account, inside=_taking(job), watch=watch)
     with ExitStack() as stack:
         stack.callback(source.close)
+        if watch is not None:
+            stack.callback(watch.close)
         group = _join(share=share, job=job, recipe=recipe, stack=stack)
         parts = RunParts(
             recipe=recipe,

@@ -9,7 +9,7 @@ from slipstream.launch.child import Control
 from slipstream.launch.planning import RunPlan, slot_layout
 from slipstream.launch.roles import Job
 from slipstream.launch.roles.opening import open_job
-from slipstream.launch.stages import time_stages
+from slipstream.launch.stages import dry_watch, time_stages
 from slipstream.observe import Account
 from slipstream.target.huggingface import load_target
 from slipstream.transport.connections import connection_from_fd
@@ -44,10 +44,13 @@ def play_target(job: Job, control: Control, account: Account) -> dict[str, Any]:
     control.report("ready", {"packing": target.packing})
     sink = _open_sink(job=job, pools=pools, plan=plan, fingerprint=target.fingerprint)
     time_stages(account, device=job["device"])
+    watch = dry_watch(device=job["device"])
     account.rest()
     made = 0
     while True:
-        with account.state("wait_slot"):
+        with account.state("wait_gpu" if watch else "wait_slot") as claim:
+            if watch is not None:
+                watch.until_dry(claim, "wait_slot")
             assignment = sink.acquire()
         if assignment is None:
             break
@@ -57,6 +60,8 @@ def play_target(job: Job, control: Control, account: Account) -> dict[str, Any]:
             sink.publish(assignment)
         made += 1
     sink.close()
+    if watch is not None:
+        watch.close()
     return {"packs": made, "bad_rows": int(target.bad_rows)}
 
 
