@@ -61,24 +61,24 @@ class Account:
         self._clock = clock
         self._lock = threading.Lock()
         self._charged: dict[str, int] = {IDLE: 0}
-        self._base = self._now = _Claim(self, base, pack=None, step=None, whole=False)
+        self._base = self._now = Claim(self, base, pack=None, step=None, whole=False)
         self._whole = False
         self._owner: int | None = None
         self._began = self._since = clock()
         if spans is not None:
             spans.before_write = self.cut
 
-    def state(self, name: str, *, pack: int | None = None, step: int | None = None, whole: bool = False) -> _Claim:
+    def state(self, name: str, *, pack: int | None = None, step: int | None = None, whole: bool = False) -> Claim:
         """A context: charge the time inside to `name`, except what a state nested in it claims; `whole` lets none claim any.
 
         `pack` and `step` say what the time was spent on. Contexts are entered once.
         """
-        return _Claim(self, name, pack=pack, step=step, whole=whole)
+        return Claim(self, name, pack=pack, step=step, whole=whole)
 
     def rest(self, name: str = IDLE) -> None:
         """What no state claims is `name` from here on. Outside all states."""
         assert self._now is self._base, f"the account of {self.worker} is in state {self._now.name}"
-        self._base = _Claim(self, name, pack=None, step=None, whole=False)
+        self._base = Claim(self, name, pack=None, step=None, whole=False)
         self._enter(self._base)
 
     @contextmanager
@@ -104,7 +104,13 @@ class Account:
         with self._lock:
             self._charge(self._now)
 
-    def _enter(self, claim: _Claim) -> _Claim:
+    def _rename(self, claim: Claim, name: str) -> None:
+        with self._lock:
+            if self._now is claim:
+                self._charge(claim)
+            claim.name = name
+
+    def _enter(self, claim: Claim) -> Claim:
         me = threading.get_ident()
         self._owner = self._owner or me
         assert self._owner == me, f"the account of {self.worker} is switched by two threads"
@@ -115,7 +121,7 @@ class Account:
             self.step = claim.step
         return outer
 
-    def _charge(self, to: _Claim) -> None:
+    def _charge(self, to: Claim) -> None:
         """Charge the current state up to now, and go on with another one. The lock is held."""
         now, current, since = self._clock(), self._now, self._since
         charged = self._charged
@@ -125,7 +131,7 @@ class Account:
         self._now, self._since = to, now
 
 
-class _Claim:
+class Claim:
     """One stretch of a state, as a context."""
 
     __slots__ = ("_account", "_outer", "_stage", "_whole", "name", "pack", "step")
@@ -133,17 +139,22 @@ class _Claim:
     def __init__(self, account: Account, name: str, *, pack: int | None, step: int | None, whole: bool) -> None:
         self._account, self._whole = account, whole
         self.name, self.pack, self.step = name, pack, step
-        self._outer: _Claim | None = None
+        self._outer: Claim | None = None
         self._stage: object | None = None
 
-    def __enter__(self) -> None:
+    def become(self, name: str) -> None:
+        """What remains of it is charged to another state. From any thread; after its end this does nothing."""
+        self._account._rename(self, name)
+
+    def __enter__(self) -> Claim:
         account = self._account
         if account._whole:
-            return
+            return self
         self._outer = account._enter(self)
         account._whole = self._whole
         if account.stages is not None and self.name in GPU_STAGES:
             self._stage = account.stages.begin(self.name, self.pack, self.step)
+        return self
 
     def __exit__(self, *_: object) -> None:
         if self._outer is None:
