@@ -44,7 +44,6 @@ CASES = {
         "drafter": {"dtype": "float32"}, "objective": {"noise_std": 0.1}, "optimizer": {"weight_decay": 0.1},
     },
     "bf16, rows of an embedding in host memory": {"drafter": {"dtype": "bfloat16"}, "embedding": "cpu"},
-    "bf16, sliding": {"drafter": {"dtype": "bfloat16", "layer_types": "sliding", "sliding_window": 16}},
 }  # fmt: skip
 
 
