@@ -29,6 +29,8 @@ class DryWatch:
     def __init__(self, streams: Streams, completer: Completer, *, watched: int = WATCHED) -> None:
         self._streams, self._completer = streams, completer
         self._free: list[Event] = [streams.event() for _ in range(watched)]
+        for event in self._free:  # what a driver makes of an event it makes at its first use
+            streams.record(event, on=streams.current())
 
     def until_dry(self, claim: Claim, then: str) -> None:
         """What remains of a claim once the current stream has run dry is `then`. Waits for nothing."""
