@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -86,6 +87,13 @@ def prompts(tmp_path):
 
 def call(*arguments):
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def test_a_drafter_of_a_float8_target_is_of_the_same_target(run_folder, target, tmp_path):
+    info, source = read_target_info(str(target)), read_drafter(run_folder.checkpoints / "step-000005")
+    replace(source, target_fingerprint=fingerprint_target(info, dtype="float8")).check_target(info)
+    with pytest.raises(CheckpointError, match="other weights than the target"):
+        replace(source, target_fingerprint="another").check_target(info)
 
 
 def test_exporting_a_run_takes_the_newest_checkpoint(run_folder, target, tmp_path):
