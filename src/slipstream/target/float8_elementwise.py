@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import cache
+from typing import Any
 
 from torch import Tensor
 
@@ -92,7 +93,7 @@ def compiled() -> Float8Elementwise:
     """Each function compiled for the exact shapes it meets, once in a process; two are kernels. Needs a CUDA device."""
     from slipstream.target import float8_kernels  # here, not above: there is no Triton without a GPU
 
-    own = {"swiglu": float8_kernels.swiglu, "gated_norm": float8_kernels.gated_norm}
+    own: dict[str, Any] = {"swiglu": float8_kernels.swiglu, "gated_norm": float8_kernels.gated_norm}
     names = [field.name for field in fields(Float8Elementwise)]
     return Float8Elementwise(**{name: own.get(name) or compile_exact(getattr(EAGER, name)) for name in names})
 
