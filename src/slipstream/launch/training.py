@@ -25,7 +25,7 @@ from slipstream.records import HiddenPack
 from slipstream.runfolder import RunFolder
 from slipstream.target.ends import FrozenEnds, load_frozen_ends
 from slipstream.target.fingerprint import fingerprint_target
-from slipstream.trainer import ColumnShare, MainRank, RankGroup, RunParts, build_trainer, latest
+from slipstream.trainer import ColumnShare, FitResult, MainRank, RankGroup, RunParts, build_trainer, latest
 from slipstream.transport.ledger import QueueDepth
 
 Line = Mapping[str, object]
@@ -157,7 +157,7 @@ def train_drafter(
     source: Source,
 ) -> dict[str, Any]:
     """Train one rank's share to the end of the plan, or to the supervisor's wish; returns what the run's result needs."""
-    rank, folder, device = int(job["rank"]), RunFolder(Path(job["folder"])), torch.device(job["device"])
+    rank, folder = int(job["rank"]), RunFolder(Path(job["folder"]))
     share = ColumnShare(rank=rank, ranks=plan.ranks)
     drafter = build_drafter(
         shape=shape,
@@ -168,12 +168,9 @@ def train_drafter(
         family=recipe.drafter.type,
     )
     ends = load_frozen_ends(info=info, dtype=recipe.drafter.dtype, device=job["device"])
-    watch = dry_watch(device=job["device"]) if job["role"] == "drafter" else None
-    placed = OnDevice(source, device=device, account=account, inside=_taking(job), watch=watch)
     with ExitStack() as stack:
         stack.callback(source.close)
-        if watch is not None:
-            stack.callback(watch.close)
+        placed = _place(source, job=job, account=account, stack=stack)
         group = _join(share=share, job=job, recipe=recipe, stack=stack)
         parts = RunParts(
             recipe=recipe,
@@ -183,11 +180,11 @@ def train_drafter(
             source=placed,
             drafter=drafter,
             ends=ends,
-            target_fingerprint=fingerprint_target(info),
+            target_fingerprint=fingerprint_target(info, dtype=recipe.target.dtype),
             share=share,
             group=group,
             account=account,
-            device=device,
+            device=torch.device(job["device"]),
             work=gpu_work(info=info, shape=shape, device=job["device"], makes_packs=job["role"] == "colocated"),
         )
         validation = Validation(plan=plan, source=placed, drafter=drafter, ends=ends, shape=shape)
@@ -200,22 +197,24 @@ def train_drafter(
         account.rest()
         if job["role"] == "colocated":
             slot_bytes = slot_layout(recipe=recipe, shape=shape, info=info).nbytes
-            sampler = _sampled_queue(source, control=control, account=account, plan=plan, slot_bytes=slot_bytes)
-            stack.enter_context(sampler)
-        began = time.monotonic()
+            stack.enter_context(_sampled_queue(source, control=control, account=account, plan=plan, slot_bytes=slot_bytes))
         result = trainer.fit(stop=control.stopping)
+    return _summary(result, folder=folder)
+
+
+def _summary(result: FitResult, *, folder: RunFolder) -> dict[str, Any]:
     newest = latest(folder.checkpoints)
     return {
         "step": result.step,
         "status": result.status,
-        "train_seconds": time.monotonic() - began,
+        "warm_up_seconds": result.seconds.warm_up,
+        "train_seconds": result.seconds.train,
+        "validate_seconds": result.seconds.validate,
         "checkpoint": str(newest) if newest else None,
     }
 
 
-def _sampled_queue(
-    source: Source, *, control: Control, account: Account, plan: RunPlan, slot_bytes: int
-) -> QueueSampler:
+def _sampled_queue(source: Source, *, control: Control, account: Account, plan: RunPlan, slot_bytes: int) -> QueueSampler:
     return QueueSampler(
         depths=source.depths,
         trained=lambda: account.step - 1,
@@ -226,11 +225,18 @@ def _sampled_queue(
     )
 
 
-def _taking(job: Mapping[str, Any]) -> str:
-    """The state of a take: in a process that makes its packs itself it waits for its own GPU, or seals them on the CPU."""
-    if job["role"] != "colocated":
-        return "wait_input"
-    return "publish" if job["device"] == "cpu" else "wait_gpu"
+def _place(source: Source, *, job: Mapping[str, Any], account: Account, stack: ExitStack) -> OnDevice:
+    """The source, with its takes charged to what they wait for.
+
+    A process that makes its packs itself waits for its own GPU alone, or seals them on the CPU.
+    """
+    device = torch.device(job["device"])
+    if job["role"] == "colocated":
+        return OnDevice(source, device=device, account=account, inside="publish" if job["device"] == "cpu" else "wait_gpu")
+    watch = dry_watch(device=job["device"])
+    if watch is not None:
+        stack.callback(watch.close)
+    return OnDevice(source, device=device, account=account, watch=watch)
 
 
 def _join(*, share: ColumnShare, job: Mapping[str, Any], recipe: Recipe, stack: ExitStack) -> RankGroup | None:
