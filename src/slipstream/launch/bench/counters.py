@@ -17,7 +17,7 @@ GROUPS: Mapping[str, str] = {
     "row kernel": r"_row_pass",
     "adamw": r"_adamw",
     "matrix products": r"gemm|nvjet|cutlass|xmma|cublas|splitK",
-    "compiled elementwise": r"^triton_",
+    "compiled elementwise": r"^triton_|^_swiglu|^_gated_norm",
     "copies": r"^Memcpy|^Memset|copy",
     "torch elementwise": r"elementwise|reduce|index|cat|fill",
 }
