@@ -20,6 +20,7 @@ from slipstream.errors import Interrupted
 from slipstream.launch import local
 from slipstream.launch.local import RunResult
 from slipstream.launch.preflight import Preflight
+from slipstream.report.verdict import Verdict
 from slipstream.runfolder import RunFolder
 
 CONFIG = {
@@ -75,10 +76,13 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         return RunResult(
             folder=flight.folder.root,
             steps=12,
+            warm_up_seconds=20.6,
             train_seconds=3.4,
+            validate_seconds=1.2,
             checkpoint=flight.folder.checkpoints / "step-000012",
             summary={},
             validations=[{"step": 0, "acceptance_length": 1.0}, {"step": 12, "acceptance_length": 2.3456}],
+            verdict=Verdict(headline="15.9K tokens/s: drafters wait 31 % for hidden states"),
         )
 
     monkeypatch.setattr(local, "train_run", train_run)
@@ -95,8 +99,9 @@ def test_a_run_and_what_to_do_next(recipe: Path, runs: list[dict[str, Any]]) -> 
     assert runs[0]["flight"].recipe.plan.epochs == 5
     assert runs[0]["given"].startswith("# a comment that is kept"), "the file's own text"
     assert not runs[0]["flight"].resume
-    assert "12 steps in 3 s of training" in result.stdout
+    assert "12 steps: 3 s of training after 21 s of warm-up, 1 s of validation" in result.stdout
     assert "acceptance length 2.346 at step 12" in result.stdout
+    assert "verdict: 15.9K tokens/s: drafters wait 31 % for hidden states" in result.stdout
     assert f"next: slipstream export {recipe.parent / 'runs' / 'tiny'} --out DIR" in result.stdout
     assert "drafter-0 is ready" in result.stderr
     assert "answering validation prompts: 4/4" in result.stderr
@@ -108,6 +113,7 @@ def test_json_is_all_that_is_printed(recipe: Path, runs: list[dict[str, Any]]) -
     assert content["steps"] == 12
     assert content["checkpoint"].endswith("step-000012")
     assert [line["step"] for line in content["validations"]] == [0, 12]
+    assert content["verdict"]["headline"].startswith("15.9K tokens/s")
     assert result.stderr == ""
 
 
