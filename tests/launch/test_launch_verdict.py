@@ -37,8 +37,8 @@ class Ground:
         self._material, self._runs, self._monkeypatch = material, runs, monkeypatch
         self._count = 0
 
-    def judged(self, plant: Plant, *, steps: int, **changes: Any) -> Verdict:
-        """The verdict on a whole run; `plant(name)` of a child is what slows it."""
+    def judged(self, plant: Plant, *, steps: int, cores: int = CORES, **changes: Any) -> Verdict:
+        """The verdict on a whole run, on a machine of so many cores; `plant(name)` of a child is what slows it."""
 
         def planting(**arguments: Any) -> Child:
             planted = json.dumps(dict(plant(arguments["name"])))
@@ -51,7 +51,7 @@ class Ground:
         settings: dict[str, Any] = {"plan__max_steps": steps, "plan__epochs": 4, **changes}
         result = train_run(flight=preflight(tiny_recipe(self._material, self._runs, name=f"run-{self._count}", **settings)))
         run = read_run(result.folder)
-        verdict = judge(replace(run, starts=[{**run.starts[-1], "cores": CORES}]))
+        verdict = judge(replace(run, starts=[{**run.starts[-1], "cores": cores}]))
         assert verdict.tokens_per_second is not None, verdict.headline
         return verdict
 
@@ -88,6 +88,19 @@ def test_a_slow_target_and_more_of_them(ground: Ground) -> None:
     finding = named(before, "target_bound")
     assert finding.change["placement.target_workers"] == 2
     ground.check_gain(before, ground.judged(plant, steps=18, **changes_of(finding)), finding)
+
+
+@pytest.mark.slow
+def test_a_slow_target_and_both_stages_in_each_process(ground: Ground) -> None:
+    """With two cores alone there is no third process to add: each does both instead."""
+
+    def plant(name: str) -> Mapping[str, Any]:
+        return {"target": 0.15, "use": 0.05}
+
+    before = ground.judged(plant, steps=20, cores=2)
+    finding = named(before, "target_bound")
+    assert finding.change == {"placement.mode": "colocated", "placement.drafter_ranks": 2}
+    ground.check_gain(before, ground.judged(plant, steps=20, cores=2, **changes_of(finding)), finding)
 
 
 @pytest.mark.slow
