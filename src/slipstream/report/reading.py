@@ -86,7 +86,8 @@ class RunReader:
 
     def __init__(self, folder: Path) -> None:
         self._folder = RunFolder(folder)
-        if not (self._folder.state.is_file() or self._folder.metrics.is_file() or self._folder.spans.is_dir()):
+        signs = (self._folder.process, self._folder.state, self._folder.metrics, self._folder.spans)
+        if not any(path.exists() for path in signs):
             raise UsageError(
                 key="RUN", value=str(folder), rule="is no run folder: it holds neither state.json nor metrics.jsonl"
             )
@@ -178,7 +179,10 @@ def number(line: Mapping[str, Any], key: str) -> float:
 
 def column(lines: list[dict[str, Any]], key: str) -> np.ndarray[Any, np.dtype[np.float64]]:
     """One value of every line, float64; NaN where it is missing."""
-    return np.array([number(line, key) for line in lines], dtype=np.float64)
+    try:
+        return np.array([line.get(key) for line in lines], dtype=np.float64)  # None becomes NaN
+    except (TypeError, ValueError):
+        return np.array([number(line, key) for line in lines], dtype=np.float64)
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:
