@@ -30,7 +30,8 @@ def random_model(auto: Any, *, config: Any, dtype: torch.dtype, device: str, att
     with torch.no_grad():
         for name, weight in model.named_parameters():
             fill(weight, name=name.removeprefix("model."))
-    return model.eval().requires_grad_(False)
+    frozen: PreTrainedModel = model.eval().requires_grad_(False)
+    return frozen
 
 
 def random_end(*, name: str, vocab_size: int, hidden_size: int, dtype: torch.dtype, device: str) -> Tensor:

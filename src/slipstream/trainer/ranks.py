@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import FileStore
 
 from slipstream.errors import PeerDied
 
@@ -52,7 +53,7 @@ class RankGroup:
         that ends the process of the one that waits, as no thread is there to raise.
         """
         timeout = timedelta(seconds=timeout_seconds)
-        files = dist.FileStore(str(store.resolve()), share.ranks)
+        files = FileStore(str(store.resolve()), share.ranks)
         files.set_timeout(timeout)
         device: dict[str, Any] = {}
         if backend == "nccl":
@@ -66,7 +67,7 @@ class RankGroup:
     def start_sum(self, flat: Tensor) -> dist.Work:
         """Begin to sum one contiguous tensor over the ranks, in place; every rank begins the same sums in the same order."""
         try:
-            work = dist.all_reduce(flat, op=dist.ReduceOp.SUM, async_op=True)
+            work: dist.Work | None = dist.all_reduce(flat, op=dist.ReduceOp.SUM, async_op=True)
         except (RuntimeError, dist.DistError) as error:
             raise self._lost(error) from error
         assert work is not None
