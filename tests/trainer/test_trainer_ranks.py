@@ -44,7 +44,9 @@ def test_columns() -> None:
 def test_two_ranks_of_one_pack_equal_one_rank_of_two_bitwise(tmp_path: Path) -> None:
     alone = make_run(num_steps=6, num_columns=2)
     alone.trainer.fit()
-    found = spawn(tmp_path, ranks=2, num_columns=2)
+    folder = tmp_path / "run #1 100%25"  # ranks meet through a file, not through an address
+    folder.mkdir()
+    found = spawn(folder, ranks=2, num_columns=2)
     expected = [(r.step, r.loss_sum, r.anchors, r.gradient_norm, r.skipped) for r in alone.recorder.records]
     for rank in found:
         assert rank["records"] == expected

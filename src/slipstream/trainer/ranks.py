@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import FileStore
 
 from slipstream.errors import PeerDied
 
@@ -53,7 +52,7 @@ class RankGroup:
         that ends the process of the one that waits, as no thread is there to raise.
         """
         timeout = timedelta(seconds=timeout_seconds)
-        files = FileStore(str(store.resolve()), share.ranks)
+        files = dist.FileStore(str(store.resolve()), share.ranks)  # type: ignore[attr-defined]
         files.set_timeout(timeout)
         device: dict[str, Any] = {}
         if backend == "nccl":
