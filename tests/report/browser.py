@@ -92,7 +92,7 @@ class Page:
         assert "exceptionDetails" not in result, (script, result["exceptionDetails"])
         return result["result"].get("value")
 
-    def wait_for(self, script: str, *, seconds: float = 60) -> None:
+    def wait_for(self, script: str, *, seconds: float = 30) -> None:
         """Wait until an expression is true."""
         deadline = time.monotonic() + seconds
         while not self.run(script):

@@ -27,9 +27,11 @@ def server(tmp_path: Path) -> Iterator[LiveServer]:
     with serve(folder.root, 0) as served:
         thread = threading.Thread(target=served.serve_forever, args=(0.05,))
         thread.start()
-        yield served
-        served.shutdown()
-        thread.join()
+        try:
+            yield served
+        finally:
+            served.shutdown()
+            thread.join()
 
 
 def ask(server: LiveServer, path: str, *, host: str | None = None, method: str = "GET") -> tuple[int, str, bytes]:
