@@ -111,12 +111,15 @@ class Measured:
 
 
 def measure(run: RunData, *, window: float | None = None) -> Measured | None:
-    """The steady state of the newest start of a run, or its last `window` seconds. None while there are too few steps."""
+    """The steady state of the newest start of a run, or its last `window` seconds.
+
+    None while there are too few steps, and where no recipe or no metrics say what they trained on.
+    """
     spans = {
         name: _newest_start(found) for name, found in run.spans.items() if found.role in ("target", "drafter", "colocated")
     }
     ranks = [found for found in spans.values() if found.role != "target" and len(found)]
-    if not ranks:
+    if not ranks or not run.train or "packs_per_step" not in run.recipe.get("plan", {}):
         return None
     main = min(ranks, key=lambda found: found.rank)
     steps, ends = step_ends(main)

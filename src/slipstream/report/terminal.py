@@ -94,10 +94,9 @@ def _keys(view: View, *, width: int) -> Text:
     row = Text()
     for number, name in enumerate(NAMES, start=1):
         row.append(f" {number} ", style="dim").append(name, style="bold reverse" if name == view.name else "")
-    curves = "window" if view.curves_in_window else "run"
-    right = Text()
-    for part in (f"± {window_name(view.seconds)}", f"c curves of {curves}", "↑↓ scroll", "q quit"):
-        right.append(f"  {part}", style="dim")
-    if row.cell_len + right.cell_len + 1 > width:
-        right = Text(f"± {window_name(view.seconds)}  q quit", style="dim")
-    return apart(row, right, width=width)
+    window, curves = f"± {window_name(view.seconds)}", "window" if view.curves_in_window else "run"
+    for parts in ((window, f"c curves of {curves}", "↑↓ scroll", "q quit"), (window, "q quit"), ("q quit",)):
+        right = Text("  ".join(parts), style="dim")
+        if row.cell_len + right.cell_len + 1 <= width:
+            return apart(row, right, width=width)
+    return row
