@@ -88,7 +88,7 @@ def test_the_report_is_drawn_without_errors_or_requests(page: Page, report: Path
     assert page.run(f"{charts}.map((one) => one.dataset.chart)") == CHARTS
     for number, name in enumerate(CHARTS):
         assert colours(page, f"{charts}[{number}].querySelector('canvas')") >= 3, name
-    assert page.run(STATES_DRAWN) == [
+    assert set(page.run(STATES_DRAWN)) >= {
         "target",
         "publish",
         "forward",
@@ -97,7 +97,7 @@ def test_the_report_is_drawn_without_errors_or_requests(page: Page, report: Path
         "validate",
         "wait_input",
         "wait_slot",
-    ]
+    }
     assert colours(page, "document.querySelector('canvas.map')") >= 3
     fits = "document.documentElement.scrollWidth <= innerWidth && [...document.querySelectorAll('canvas.main')]"
     assert page.run(f"{fits}.every((one) => one.getBoundingClientRect().bottom < innerHeight)")
