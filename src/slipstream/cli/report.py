@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN…", help="Run folders; several are compared.")],
+    run: Annotated[list[str], typer.Argument(metavar="RUN…", help="Run folders or names; several are compared.")],
     out: Annotated[
         Path | None, typer.Option("--out", help="HTML file to write; of one run by default its own report.html.")
     ] = None,
@@ -23,23 +23,25 @@ def report(
         Path | None, typer.Option("--trace", help="Perfetto trace to write, FILE.json or FILE.json.gz; of one run.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print figures and verdict as JSON.")] = False,
+    runs: Annotated[Path, typer.Option(help="Folder that run folders are in.")] = Path("runs"),
 ) -> None:
     """Say where the time of a run went: curves, lanes, wait shares and the verdict, in one HTML file that needs no network.
 
     With --trace or --json alone, no HTML file is written.
     """
+    from slipstream.launch.handle import find_run
     from slipstream.report.reading import read_run
 
-    if len(runs) > 1 and trace is not None:
-        raise UsageError(key="--trace", value=str(trace), rule=f"is of one run, here are {len(runs)}")
-    if len(runs) > 1 and out is None and not as_json:
+    if len(run) > 1 and trace is not None:
+        raise UsageError(key="--trace", value=str(trace), rule=f"is of one run, here are {len(run)}")
+    if len(run) > 1 and out is None and not as_json:
         raise UsageError(key="--out", value=None, rule="several runs need a file to be written to", hint="--out compare.html")
-    read = [read_run(folder) for folder in runs]
+    read = [read_run(find_run(one, runs=runs).root) for one in run]
     told: list[str] = []
     if trace is not None:
         told.append(_write_trace(read[0], trace))
     if out is not None or (trace is None and not as_json):
-        told.append(_write_html(read, out or runs[0] / "report.html"))
+        told.append(_write_html(read, out or read[0].root / "report.html"))
     if as_json:
         typer.echo(json.dumps(_figures(read), indent=1))
         return
