@@ -85,11 +85,11 @@ class LateMetrics:
         """Take a step's result in; reads nothing from the device. `seconds`, the time to launch it, says nothing here."""
         slot = self._slots[self._begun % len(self._slots)]
         self._begun += 1
-        scalars = torch.stack([getattr(result, name).to(torch.float64) for name in SCALARS])
-        self._count(dict(zip(SCALARS, scalars.unbind(), strict=True)), supervised=result.supervised_per_slot)
-        by_slot = torch.cat([result.hits_per_slot, result.supervised_per_slot]).to(torch.float64)
+        scalars = torch.stack([getattr(result, name).to(torch.float32) for name in SCALARS])
+        figures = torch.cat([scalars, result.hits_per_slot, result.supervised_per_slot]).to(torch.float64)
+        self._count(dict(zip(SCALARS, figures[: len(SCALARS)].unbind(), strict=True)), supervised=result.supervised_per_slot)
         self._lanes.hold(slot.arrived)  # reached long ago, unless the ring is full
-        slot.fill(scalars, by_slot, self.totals)
+        slot.fill(figures, self.totals)
         self._lanes.mark(slot.ended)
         self._lanes.copy([(slot.values, slot.computed)], on=self._side, after=slot.ended, then=[slot.arrived])
         slot.step, slot.epoch, slot.learning_rate = result.step, epoch, result.learning_rate

@@ -86,8 +86,10 @@ class RecordedColumns:
         with plain.account.state("forward", pack=pack, step=step):
             hidden_TKD = hidden.hidden_TKD
             assert hidden_TKD.dtype == self._hidden_TKD.dtype, f"a pack of {hidden_TKD.dtype}, not {self._hidden_TKD.dtype}"
-            self._bad_rows.copy_(count_bad_rows(hidden_TKD))
-            self._hidden_TKD.copy_(hidden_TKD if plain.noise is None else plain.noise(hidden_TKD, column.batch))
+            if plain.noise is not None:
+                self._bad_rows.copy_(count_bad_rows(hidden_TKD))
+                hidden_TKD = plain.noise(hidden_TKD, column.batch)
+            self._hidden_TKD.copy_(hidden_TKD)
             self._placing.send_to(self._settled, column.staged)
             self._forward.replay()
             self._fill(column.batch.num_rows)
@@ -100,6 +102,8 @@ class RecordedColumns:
     def _run_forward(self) -> None:
         placed = self._placing.placed(self._settled)
         self._batch = placed.batch
+        if self._plain.noise is None:  # else they were counted before noise came to them
+            self._bad_rows.copy_(count_bad_rows(self._hidden_TKD))
         hidden_NBD = self._plain.drafter(
             hidden_TKD=self._hidden_TKD, batch=placed.batch, embedding_VD=placed.embedding_VD, masks=placed.masks
         )
