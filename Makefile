@@ -5,8 +5,10 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt
 INSTALLED := .venv/.installed
 
-.PHONY: demo test check bench test-slow test-gpu test-browser
+.PHONY: install demo test check docs bench test-slow test-gpu test-browser test-terminal
 .DELETE_ON_ERROR:
+
+install: $(INSTALLED)
 
 demo: $(INSTALLED)
 	@$(BIN)/slipstream demo
@@ -19,6 +21,10 @@ check: $(INSTALLED)
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy src
 	@$(BIN)/python -m pytest tests/test_guards_*.py
+
+# The documentation, as a folder of pages: open site/index.html.
+docs: $(INSTALLED)
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 # Needs a CUDA device; says so where there is none.
 bench: $(INSTALLED)
@@ -36,6 +42,10 @@ test-gpu: $(INSTALLED)
 # Opens the report and the live page in a headless Chromium that is on PATH.
 test-browser: $(INSTALLED)
 	@$(BIN)/python -m pytest -m browser
+
+# Drives `slipstream watch` in a tmux that is on PATH.
+test-terminal: $(INSTALLED)
+	@$(BIN)/python -m pytest -m terminal
 
 # torch comes first and alone: constraints.txt names the one build that everything after it must accept. The two packages at
 # the end pin versions that clash with ours, or ask for a compiler; only a file of the one and the model code of the other are used.

@@ -2,6 +2,7 @@
 
 What flows in: a GGUF file that another package ships. What flows out: a folder with config.json, model.safetensors,
 tokenizer.json and the chat template, which every other stage reads like any target. Takes about 20 s, once.
+`python -m slipstream.demo.target FOLDER` makes it without the rest of the demo.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import importlib.util
 import io
 import logging
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -109,3 +111,7 @@ def _save_model(*, gguf: Path, out: Path) -> None:
     model = model.to(torch.bfloat16)  # type: ignore[call-arg, arg-type]
     model.config.dtype = torch.bfloat16
     model.save_pretrained(str(out))
+
+
+if __name__ == "__main__":
+    ensure_target(Path(sys.argv[1]))
