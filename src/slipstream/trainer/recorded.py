@@ -26,18 +26,21 @@ from slipstream.trainer.tally import StepTally
 
 
 @dataclass(frozen=True, slots=True)
-class _Backward:
-    """A recorded backward pass, and the parameters whose sums it never reaches."""
+class _Pass:
+    """A recorded forward pass and its backward pass; what the loss reads between them, and parameters without a gradient."""
 
-    recording: Recording
+    forward: Recording
+    rows_MD: Tensor
+    labels_M: Tensor
+    backward: Recording
     unreached: frozenset[str]
 
 
 class RecordedColumns:
     """Stands in for a `ColumnPass`. Records when it is made, in warm-up: gradient sums and tally hold rubbish afterwards.
 
-    Where the optimizer lets a step's first gradients overwrite its sums, that backward pass is another one than those which
-    add to them: two recordings, the second only with `several` columns a step. `hidden_TKD` is a pack like those to come.
+    Where the optimizer lets a step's first gradients overwrite its sums, that pass is another one than those which add to
+    them: two recordings, the second only with `several` columns a step. `hidden_TKD` is a pack like those to come.
     """
 
     def __init__(
@@ -64,13 +67,9 @@ class RecordedColumns:
         # until a forward pass leaves its own here
         self._batch, self._rows_MD, self._labels_M = self._settled.batch, self._unit_MD, self._hit_M
         recorder.try_out(partial(self._try_out, several=several))
-        self._forward = recorder.record(self._run_forward)
         optimizer.zero_grad()
-        adds = several or not optimizer.overwrites
-        self._first = self._record_backward(recorder, again=adds) if optimizer.overwrites else None
-        self._further = self._record_backward(recorder, again=False) if adds else None
-        # the addresses are enough: autograd's graph, and what it kept for backward, have done their part
-        self._rows_MD = self._rows_MD.detach()
+        self._first = self._record(recorder) if optimizer.overwrites else None
+        self._further = self._record(recorder) if several or self._first is None else None
 
     @property
     def unreached(self) -> frozenset[str]:
@@ -91,13 +90,13 @@ class RecordedColumns:
                 hidden_TKD = plain.noise(hidden_TKD, column.batch)
             self._hidden_TKD.copy_(hidden_TKD)
             self._placing.send_to(self._settled, column.staged)
-            self._forward.replay()
-            self._fill(column.batch.num_rows)
+            recorded = self._first if self._optimizer.overwrites else self._further
+            assert recorded is not None, "a step has more columns than were recorded for"
+            recorded.forward.replay()
+            self._fill(recorded.rows_MD, recorded.labels_M, num_rows=column.batch.num_rows)
         with plain.account.state("backward", pack=pack, step=step):
-            backward = self._first if self._optimizer.overwrites else self._further
-            assert backward is not None, "a step has more columns than were recorded for"
-            backward.recording.replay()
-            self._optimizer.stale &= backward.unreached
+            recorded.backward.replay()
+            self._optimizer.stale &= recorded.unreached
 
     def _run_forward(self) -> None:
         placed = self._placing.placed(self._settled)
@@ -112,36 +111,31 @@ class RecordedColumns:
         self._hit_M.zero_()
 
     @torch.no_grad()
-    def _fill(self, num_rows: int) -> None:
-        self._parts.fill(
-            self._rows_MD.detach(),
-            self._plain.ends.head_VD,
-            self._labels_M,
-            num_rows=num_rows,
-            loss_M=self._loss_M,
-            hit_M=self._hit_M,
-            unit_MD=self._unit_MD,
-        )
+    def _fill(self, rows_MD: Tensor, labels_M: Tensor, *, num_rows: int) -> None:
+        head_VD, to = self._plain.ends.head_VD, {"loss_M": self._loss_M, "hit_M": self._hit_M, "unit_MD": self._unit_MD}
+        self._parts.fill(rows_MD, head_VD, labels_M, num_rows=num_rows, **to)
 
-    def _run_backward(self, *, again: bool) -> None:
-        """From losses and unit gradients to gradient sums and tally. `again`: the forward pass will be differentiated again."""
+    def _run_backward(self) -> None:
+        """From losses and unit gradients to gradient sums and tally."""
         loss_M, numbers = self._loss_M.detach().requires_grad_(), self._settled.numbers
         sums = self._parts.weigh(loss_M, self._hit_M, batch=self._batch)
         (grad_loss_M,) = torch.autograd.grad(sums.loss_sum, loss_M, grad_outputs=numbers[0])
-        gradient_MD = self._parts.spread(grad_loss_M, self._unit_MD)
-        torch.autograd.backward(self._rows_MD, grad_tensors=gradient_MD, retain_graph=again)
+        torch.autograd.backward(self._rows_MD, grad_tensors=self._parts.spread(grad_loss_M, self._unit_MD))
         self._tally.add(sums, bad_rows=self._bad_rows, context_tokens=numbers[1], unique_tokens=numbers[2])
 
     def _try_out(self, *, several: bool) -> None:
         self._optimizer.zero_grad()
         for _ in range(1 + several):
             self._run_forward()
-            self._fill(len(self._loss_M))
-            self._run_backward(again=False)
+            self._fill(self._rows_MD.detach(), self._labels_M, num_rows=len(self._loss_M))
+            self._run_backward()
 
-    def _record_backward(self, recorder: Recorder, *, again: bool) -> _Backward:
-        recording = recorder.record(partial(self._run_backward, again=again))
-        return _Backward(recording, unreached=self._optimizer.stale)
+    def _record(self, recorder: Recorder) -> _Pass:
+        """Both passes: autograd's graph is made in the one and used up in the other, where it lets go of what it kept."""
+        forward = recorder.record(self._run_forward)
+        backward = recorder.record(self._run_backward)
+        rows_MD = self._rows_MD = self._rows_MD.detach()
+        return _Pass(forward, rows_MD, self._labels_M, backward, unreached=self._optimizer.stale)
 
 
 class RecordedEnd:
