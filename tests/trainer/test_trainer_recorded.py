@@ -191,9 +191,14 @@ def test_steps_are_timed_alone_and_the_quickest_counts() -> None:
     now, took = 0.0, itertools.chain([3.0, 1.0, 2.0])
     pending = 5.0  # what the device still has to do when timing begins
 
-    def step() -> None:
+    def prepare() -> str:
+        nonlocal now
+        now += 100.0
+        return "prepared"
+
+    def step(prepared: str) -> None:
         nonlocal now, pending
-        assert pending == 0.0
+        assert (prepared, pending) == ("prepared", 0.0)
         now += next(took)
         pending = 4.0
 
@@ -201,5 +206,5 @@ def test_steps_are_timed_alone_and_the_quickest_counts() -> None:
         nonlocal now, pending
         now, pending = now + pending, 0.0
 
-    times = time_steps(step, finish=finish, clock=lambda: now)
+    times = time_steps(step, prepare=prepare, finish=finish, clock=lambda: now)
     assert times == StepTimes(launch_seconds=1.0, step_seconds=5.0)

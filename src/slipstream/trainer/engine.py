@@ -112,7 +112,7 @@ class Engine:
             then=then,
             finish=self._lanes.finish,
             give_back=self._lanes.give_back,
-            between=lambda: self._consider_recording(trainer, modes[0].run, hidden_TKD=hidden_TKD),
+            between=lambda: self._consider_recording(trainer, source=source, hidden_TKD=hidden_TKD),
         )
         self.report = replace(report, graphs=self._graphs)
 
@@ -131,7 +131,7 @@ class Engine:
         report = self.report
         return replace(report, seconds=report.seconds + took, modes={**report.modes, "first pack": took})
 
-    def _consider_recording(self, trainer: Trainer, step: Callable[[], object], *, hidden_TKD: torch.Tensor) -> None:
+    def _consider_recording(self, trainer: Trainer, *, source: MadeUpSource, hidden_TKD: torch.Tensor) -> None:
         """Record steps from here on if the recipe wants it, or leaves it open and it pays. Every rank decides for itself."""
         wish = self._parts.recipe.placement.cuda_graphs
         if wish == "off":
@@ -144,13 +144,18 @@ class Engine:
                 raise PreflightError(key="placement.cuda_graphs", value=wish, rule=why, hint='use "auto" or "off"')
             self._graphs = GraphReport(used=False, why=why)
             return
-        finish = self._lanes.finish
-        plain = time_steps(step, finish=finish)
+        times = partial(
+            time_steps,
+            partial(trainer.rehearse, source=source),
+            prepare=lambda: self._staged(self._largest),  # in training another thread does that
+            finish=self._lanes.finish,
+        )
+        plain = times()
         used, why = should_record(plain, wish=wish)
         if used:
             trainer.record(recorder, hidden_TKD=hidden_TKD, several=self._parts.num_columns > 1)
         # ranks of a group rehearse equally often, whatever each of them decides: a rehearsal reduces as a step does
-        recorded = time_steps(step, finish=finish) if used and self._parts.is_alone else None
+        recorded = times() if used and self._parts.is_alone else None
         self._graphs = GraphReport(used=used, why=why, plain=plain, recorded=recorded, nbytes=recorder.nbytes)
 
     def _made_up(self, num_valid: int) -> PreparedColumn:
@@ -165,10 +170,12 @@ class Engine:
         return PreparedColumn(use=use, batch=self._parts.make_batch(pack, use), context_tokens=pack.num_tokens, unique_tokens=0)
 
     def _rehearse(self, trainer: Trainer, column: PreparedColumn, *, source: MadeUpSource) -> None:
+        trainer.rehearse(self._staged(column), source=source)
+
+    def _staged(self, column: PreparedColumn) -> PreparedStep:
         # a second use adds to the gradients that the first one left
         columns = (column,) * min(2, self._parts.num_columns)
-        step = PreparedStep(index=self._parts.start_step, epoch=0, denominator=1.0, columns=columns)
-        trainer.rehearse(self.placing.stage(step), source=source)
+        return self.placing.stage(PreparedStep(index=self._parts.start_step, epoch=0, denominator=1.0, columns=columns))
 
     @torch.no_grad()
     def _without_gradient(self, hidden_TKD: torch.Tensor) -> None:

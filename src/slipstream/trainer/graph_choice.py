@@ -9,9 +9,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 Wish = Literal["auto", "on", "off"]
+Prepared = TypeVar("Prepared")
 
 LAUNCH_SHARE = 0.5
 """Of a step's time: where launching takes more, the step is recorded. What else the thread launches needs the rest."""
@@ -48,18 +49,20 @@ class GraphReport:
 
 
 def time_steps(
-    step: Callable[[], object],
+    step: Callable[[Prepared], object],
     *,
+    prepare: Callable[[], Prepared],
     finish: Callable[[], None],
     repeats: int = TIMED_STEPS,
     clock: Callable[[], float] = time.perf_counter,
 ) -> StepTimes:
-    """Run a step a few times, waiting for the device after each: for warm-up alone."""
+    """Run a prepared step a few times, waiting for the device before and after each: for warm-up alone."""
     launches, wholes = [], []
     for _ in range(repeats):
+        prepared = prepare()
         finish()
         began = clock()
-        step()
+        step(prepared)
         launches.append(clock() - began)
         finish()
         wholes.append(clock() - began)
