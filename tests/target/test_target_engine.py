@@ -42,7 +42,7 @@ def engine_target(info, *, taps=TAPS, last_hidden=False, dtype="float32") -> Hug
 
 def frame_of(pack: Pack, *, packing=Packing.PACKED):
     (forward,) = lay_out(pack, packing=packing)
-    return send_frame(forward, num_tokens=pack.num_tokens, device=torch.device("cpu"), compiled=False)
+    return send_frame(forward, num_tokens=pack.num_tokens, ring=None, compiled=False)
 
 
 @pytest.fixture(scope="module", params=KINDS)

@@ -89,7 +89,11 @@ def test_compiled_roundings_are_the_plain_ones():
             for left, right in zip(_tuple(compiled), _tuple(plain), strict=True):
                 assert left.dtype == right.dtype
                 assert left.is_contiguous()
+                exact_steps = left.dtype == torch.float32  # a row's step, from sums whose order is the compiler's
                 left, right = left.float(), right.float()
+                if exact_steps:
+                    torch.testing.assert_close(left, right, rtol=1e-5, atol=0)
+                    continue
                 assert ((left - right).abs() <= 2**-3 * right.abs() + 2**-9).all(), f"{name}: by more than one step of e4m3"
                 assert (left != right).float().mean() < 0.01, f"{name}: a sum of another order rarely crosses a border"
         residuals, step = (rows.clone(), rows.clone()), torch.rand(PACK_TOKENS, device="cuda")

@@ -14,7 +14,7 @@ import torch
 from slipstream.errors import TargetError
 from slipstream.target.attention import PACKED_ATTENTION
 from slipstream.target.float8_layers import Float8Layer
-from slipstream.target.frame import Frame, send_frame
+from slipstream.target.frame import Frame, FrameRing, send_frame
 from slipstream.target.fused import can_fuse, fuse_layers
 from slipstream.target.kernels import Kernels
 from slipstream.target.layouts import Forward
@@ -43,6 +43,7 @@ class Engine:
         assert self._float8 in (0, len(layers)), "all layers are float8, or none"
         self.fused = self._float8 > 0 or can_fuse(layers)
         self._model, self._kernels = model, kernels
+        self._ring = FrameRing(model.device) if model.device.type == "cuda" else None
         self._hybrid = "linear_attention" in kinds
         unknown = sorted(set(kinds) - set(SUPPORTED_KINDS))
         if unknown or getattr(config, "attn_logit_softcapping", None) or (self._hybrid and not self.fused):
@@ -70,8 +71,8 @@ class Engine:
 
     def frame(self, forward: Forward, *, num_tokens: int, packed: bool) -> Frame:
         """Send a forward's inputs and borders to the device. `num_tokens`: the real tokens of a packed row."""
-        compiled = packed and forward.token_ids.size >= COMPILE_FROM_TOKENS and self._model.device.type == "cuda"
-        return send_frame(forward, num_tokens=num_tokens, device=self._model.device, compiled=compiled)
+        compiled = packed and forward.token_ids.size >= COMPILE_FROM_TOKENS and self._ring is not None
+        return send_frame(forward, num_tokens=num_tokens, ring=self._ring, compiled=compiled)
 
     def run(self, frame: Frame) -> Any:
         """The model's output for a frame. Raises `TargetError` if a layer went around the kernels that it should launch."""

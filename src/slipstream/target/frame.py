@@ -5,7 +5,7 @@ Shape letters: R rows of a forward · L tokens of a row · M sequences · C chun
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -16,6 +16,8 @@ from slipstream.target.layouts import Forward, chunk_indices
 
 ALIGNMENT = 32
 """int32 values in 128 bytes: a view that begins elsewhere can make Triton compile its kernels again."""
+FRAMES_IN_FLIGHT = 16
+"""Page-locked buffers of a ring. A loop is held back by its slots long before it is so many forwards ahead of the device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +37,52 @@ class Frame:
     compiled: bool
 
 
-def send_frame(forward: Forward, *, num_tokens: int, device: torch.device, compiled: bool) -> Frame:
-    """One pinned buffer, one copy on the current stream, five views. Nothing waits for it, and no kernel computes it.
+@dataclass(slots=True)
+class _HostBuffer:
+    """Page-locked int32 values; `sent` is recorded behind the copy that reads them."""
 
-    PyTorch's pinned allocator holds the buffer back until its copy has finished, and hands the same few out again.
+    values: Tensor
+    sent: torch.cuda.Event
+
+
+@dataclass(slots=True)
+class FrameRing:
+    """Page-locked buffers for frames of each size, `FRAMES_IN_FLIGHT` of them, made when a size first comes and then kept.
+
+    Room for the worst case of a size, documents of one token, and one size for all frames of the same power of two: so what
+    is allocated, on the host and on the device, does not depend on how many documents a pack has.
+    """
+
+    device: torch.device
+    _buffers: dict[int, list[_HostBuffer]] = field(default_factory=dict)
+    _turns: dict[int, int] = field(default_factory=dict)
+
+    def send(self, values: Int32Array, *, num_tokens: int) -> Tensor:
+        """The values on the device, copied on the current stream. Sleeps only when a whole turn ahead of the device."""
+        size = 1 << (num_tokens - 1).bit_length()
+        if size not in self._buffers:
+            self._buffers[size] = [self._buffer(size) for _ in range(FRAMES_IN_FLIGHT)]
+            self._turns[size] = 0
+        buffer = self._buffers[size][self._turns[size] % FRAMES_IN_FLIGHT]
+        self._turns[size] += 1
+        buffer.sent.synchronize()
+        host = buffer.values[: len(values)]
+        host.copy_(torch.from_numpy(values))
+        sent = torch.empty_like(buffer.values, device=self.device)[: len(values)]
+        sent.copy_(host, non_blocking=True)
+        buffer.sent.record()
+        return sent
+
+    @staticmethod
+    def _buffer(size: int) -> _HostBuffer:
+        values = torch.empty(6 * size + 8 * ALIGNMENT, dtype=torch.int32, pin_memory=True)
+        return _HostBuffer(values=values, sent=torch.cuda.Event(blocking=True))
+
+
+def send_frame(forward: Forward, *, num_tokens: int, ring: FrameRing | None, compiled: bool) -> Frame:
+    """One buffer, one copy on the current stream, five views. Nothing waits for it, and no kernel computes it.
+
+    Without a ring everything stays where it is made, on the CPU.
     """
     chunks = chunk_indices(forward.cu_seqlens)
     parts: tuple[np.ndarray, ...] = (
@@ -49,8 +93,7 @@ def send_frame(forward: Forward, *, num_tokens: int, device: torch.device, compi
         np.array([num_tokens]),
     )
     buffer, begins = _join(parts)
-    host = torch.from_numpy(buffer)
-    sent = host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
+    sent = torch.from_numpy(buffer) if ring is None else ring.send(buffer, num_tokens=forward.token_ids.size)
     ids, positions, borders, chunk_pairs, count = (
         sent[begin : begin + len(part)] for begin, part in zip(begins, parts, strict=True)
     )
