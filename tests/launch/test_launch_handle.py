@@ -111,6 +111,14 @@ def test_status_of_a_broken_folder_still_answers(tmp_path: Path) -> None:
     assert (found.state, found.step, found.context_tokens_per_second) == ("starting", 1, 200.0)
 
 
+def test_the_step_of_a_run_that_trains_is_that_of_its_metrics(tmp_path: Path) -> None:
+    folder = folder_with(tmp_path / "run", RunHandle.of_this_process())
+    line = {"kind": "train", "seconds": 0.5, "context_tokens": 100, "loss": 2.0}
+    folder.metrics.write_text("".join(json.dumps({**line, "step": step}) + "\n" for step in range(7)))
+    found = condition_of(folder)
+    assert (found.step, found.steps, found.seconds_left) == (7, 9, 1.0)
+
+
 def wait_until(ready: Callable[[], bool]) -> None:
     deadline = time.monotonic() + PATIENCE_SECONDS
     while not ready():

@@ -58,7 +58,8 @@ def condition_of(folder: RunFolder) -> Condition:
     last = train[-1] if train else {}
     recent = [line["seconds"] for line in train[-RATE_STEPS:] if line.get("seconds")]
     seconds = sum(recent) / len(recent) if recent else None
-    step, steps = int(state.get("step") or 0), state.get("steps")
+    # state.json is written when the state changes: between that, the newest step is the metrics'.
+    step, steps = max([int(state.get("step") or 0), *(int(line["step"]) for line in train[-1:])]), state.get("steps")
     status = _status(state, handle)
     under_way = status in UNDER_WAY
     updated = folder.metrics.stat().st_mtime if folder.metrics.is_file() else None
