@@ -62,7 +62,7 @@ class Screen:
             self._size, self._drawn = self.size, []
         parts = [] if self._drawn else ["\x1b[2J"]
         for number, row in enumerate(rows):
-            if number >= len(self._drawn) or self._drawn[number] != row:
+            if number >= len(self._drawn) or not _same(self._drawn[number], row):
                 parts.append(f"\x1b[{number + 1};1H{self._ansi(row)}\x1b[0m")
         self._drawn = list(rows)
         if parts:
@@ -130,6 +130,11 @@ class Screen:
         data = text.encode("utf-8", errors="replace")
         while data:
             data = data[os.write(self._out, data) :]
+
+
+def _same(one: Text, other: Text) -> bool:
+    """Whether two lines look the same: texts that are equal may still differ in the style of the whole."""
+    return one == other and one.style == other.style
 
 
 def split_keys(text: str) -> list[str]:
