@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -40,6 +41,7 @@ def bench_replays(
     resolved = load_recipe(recipe, overrides=[*(overrides or []), "placement.mode=colocated", "placement.drafter_ranks=1"])
     resolved = resolved.model_copy(update={"name": f"{resolved.name}.bench-{os.getpid()}"})  # a name that no run has
 
+    from slipstream.cli.progress import Bars
     from slipstream.launch.bench.replays import ReplayWork, bench_replays
     from slipstream.launch.preflight import preflight
 
@@ -51,10 +53,9 @@ def bench_replays(
             part.write_text(json.dumps(figures.as_dict(), indent=1) + "\n")
             os.replace(part, out)
 
-    def say(line: str) -> None:
-        typer.echo(line, err=as_json)
-
-    figures = bench_replays(preflight(resolved), work, say=say, hear=hear)
+    with Bars(quiet=as_json) as bars:
+        say = bars.say if not as_json else partial(typer.echo, err=True)
+        figures = bench_replays(preflight(resolved), work, say=say, hear=hear, on_progress=bars)
     if as_json:
         typer.echo(json.dumps(figures.as_dict()))
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -10,7 +11,7 @@ import typer
 from slipstream.errors import SlipstreamError
 
 if TYPE_CHECKING:
-    from slipstream.demo.run import DemoSummary, Event
+    from slipstream.demo.run import DemoSummary
 
 
 def demo(
@@ -23,47 +24,17 @@ def demo(
 
     The run lies in runs/demo, its figures in runs/demo/summary.json; an earlier demo is replaced.
     """
+    from slipstream.cli.progress import Bars
+    from slipstream.demo.run import run_demo
+
+    with Bars(quiet=as_json) as bars:
+        summary = run_demo(overrides=overrides or (), show=lambda event: bars(event.stage, event.done, event.total, event.text))
     if as_json:
-        from dataclasses import asdict
-
-        from slipstream.demo.run import run_demo
-
-        summary = run_demo(overrides=overrides or (), show=lambda event: None)
         typer.echo(json.dumps(asdict(summary), indent=1))
     else:
-        summary = _with_bars(overrides or [])
         _print(summary)
     if not summary.lossless:
         raise SlipstreamError("answers with the drafter differ from the target's own, and not by a near tie")
-
-
-def _with_bars(overrides: list[str]) -> DemoSummary:
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-    from rich.table import Column
-
-    whole = Column(no_wrap=True, min_width=7)
-    columns = (
-        TextColumn("{task.fields[stage]:8}"),
-        BarColumn(bar_width=16),
-        TimeElapsedColumn(table_column=whole),
-        TimeRemainingColumn(table_column=whole),
-        TextColumn("{task.description}"),
-    )
-    with Progress(*columns, console=Console(stderr=True)) as bars:
-        tasks: dict[str, TaskID] = {}
-
-        def show(event: Event) -> None:
-            if event.stage not in tasks:
-                tasks[event.stage] = bars.add_task(event.text, total=event.total, stage=event.stage)
-            task = tasks[event.stage]
-            bars.update(task, completed=event.done, total=event.total)
-            if event.text:
-                bars.update(task, description=event.text)
-
-        from slipstream.demo.run import run_demo
-
-        return run_demo(overrides=overrides, show=show)
 
 
 def _print(summary: DemoSummary) -> None:

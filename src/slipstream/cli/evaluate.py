@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,6 +14,7 @@ from slipstream.errors import SlipstreamError, UsageError
 
 if TYPE_CHECKING:
     from slipstream.cli.drafter_source import DrafterSource
+    from slipstream.cli.progress import Bars
     from slipstream.config import TargetInfo
     from slipstream.corpus.chat import ChatEncoder
     from slipstream.drafter import DFlashDrafter
@@ -120,17 +122,22 @@ def _measure(
     quiet: bool,
 ) -> list[SetReport]:
     """One model of the target in memory at a time: whole in fp32, then cut after the last tap, then whole in bfloat16."""
+    from slipstream.cli.progress import Bars
     from slipstream.evaluate.measure import agreement, report_set
     from slipstream.target.huggingface import load_full
 
-    drafter = _drafter(source, device=device)
-    decoded = _decode(sets, info=info, drafter=drafter, limits=limits, device=device, quiet=quiet)
-    answers = [[answer.token_ids for answer in item.plain] for item in decoded]
-    simulated = _simulate(sets, answers=answers, info=info, drafter=drafter, limits=limits, device=device)
-    agreements: list[float | None] = [None] * len(sets)
-    if bf16:
-        model = load_full(info=info, dtype="bfloat16", device=device)
-        agreements = [agreement(item, answers=given, target=model) for item, given in zip(sets, answers, strict=True)]
+    with Bars(quiet=quiet) as bars:
+        drafter = _drafter(source, device=device)
+        decoded = _decode(sets, info=info, drafter=drafter, limits=limits, device=device, bars=bars)
+        answers = [[answer.token_ids for answer in item.plain] for item in decoded]
+        simulated = _simulate(sets, answers=answers, info=info, drafter=drafter, limits=limits, device=device, bars=bars)
+        agreements: list[float | None] = [None] * len(sets)
+        if bf16:
+            show = _counted(bars, "agreement", total=sum(len(item.prompts) for item in sets))
+            model = load_full(info=info, dtype="bfloat16", device=device)
+            agreements = [
+                agreement(item, answers=given, target=model, on_answer=show) for item, given in zip(sets, answers, strict=True)
+            ]
     return [
         report_set(item, decoded=run, simulated=paths, block_size=source.shape.block_size, bf16_agreement=share)
         for item, run, paths, share in zip(sets, decoded, simulated, agreements, strict=True)
@@ -151,21 +158,22 @@ def _drafter(source: DrafterSource, *, device: str) -> DFlashDrafter:
 
 
 def _decode(
-    sets: Sequence[PromptSet], *, info: TargetInfo, drafter: DFlashDrafter, limits: AnswerLimits, device: str, quiet: bool
+    sets: Sequence[PromptSet], *, info: TargetInfo, drafter: DFlashDrafter, limits: AnswerLimits, device: str, bars: Bars
 ) -> list[DecodedSet]:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
     from slipstream.evaluate.measure import decode_set
     from slipstream.evaluate.session import TargetSession
     from slipstream.target.huggingface import load_full
 
+    show = _counted(bars, "decode", total=sum(len(item.prompts) for item in sets))
     session = TargetSession(load_full(info=info, dtype="float32", device=device), tap_layers=drafter.shape.tap_layers)
-    columns = (TextColumn("decoding"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), disable=quiet) as bar:
-        task = bar.add_task("decoding", total=sum(len(item.prompts) for item in sets))
-        step: Callable[[], None] = lambda: bar.advance(task)  # noqa: E731 (a name for its type)
-        return [decode_set(item, session=session, drafter=drafter, limits=limits, on_answer=step) for item in sets]
+    return [decode_set(item, session=session, drafter=drafter, limits=limits, on_answer=show) for item in sets]
+
+
+def _counted(bars: Bars, stage: str, *, total: int) -> Callable[[], None]:
+    """Shows the stage at once, loading included, and one more done at each call."""
+    done = count(1)
+    bars(stage, 0, total)
+    return lambda: bars(stage, next(done), total)
 
 
 def _simulate(
@@ -176,6 +184,7 @@ def _simulate(
     drafter: DFlashDrafter,
     limits: AnswerLimits,
     device: str,
+    bars: Bars,
 ) -> list[list[AcceptancePath]]:
     import torch
 
@@ -185,6 +194,7 @@ def _simulate(
     from slipstream.target.huggingface import load_target
 
     shape = drafter.shape
+    show = _counted(bars, "simulate", total=sum(len(item.prompts) for item in sets))
     runner = load_target(info=info, dtype="float32", tap_layers=shape.tap_layers, device=device)
     ends = load_frozen_ends(info=info, dtype="float32", device=device)
 
@@ -202,6 +212,7 @@ def _simulate(
             drafter=drafter,
             ends=ends,
             shape=shape,
+            on_answer=show,
         )
         for item, given in zip(sets, answers, strict=True)
     ]

@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
 from slipstream.errors import UsageError
+
+if TYPE_CHECKING:
+    from slipstream.cli.progress import Bars
+    from slipstream.export.dflash_format import ExportDtype
 
 
 def export(
@@ -28,36 +32,54 @@ def export(
     """
     if dtype not in ("bfloat16", "float32"):
         raise UsageError(key="--dtype", value=dtype, rule="must be bfloat16 or float32")
+    from slipstream.cli.progress import Bars
+
+    with Bars(quiet=as_json) as bars:
+        result = _export(source, out=out, target=target, dtype=cast("ExportDtype", dtype), force=force, bars=bars)
+    if as_json:
+        typer.echo(json.dumps(result))
+    else:
+        typer.echo(f"{result['source']} → {result['folder']} ({dtype}, {result['weights']:,} weights)")
+        typer.echo(
+            f"read back by the dflash package: {result['slots']} slots draft the same token, logits apart by at most "
+            f"{result['largest_difference']:.1e} of the largest"
+        )
+
+
+def _export(source: Path, *, out: Path, target: str | None, dtype: ExportDtype, force: bool, bars: Bars) -> dict[str, Any]:
+    """Export, and say what was written; the stages are short ones, but of large files."""
     from slipstream.cli.drafter_source import read_drafter
     from slipstream.config import read_target_info
     from slipstream.export.dflash_format import export_dflash
     from slipstream.export.verify import Verified, verify_export
     from slipstream.target.ends import load_frozen_ends
 
+    bars("export", 0, 4, "reads the drafter")
     found = read_drafter(source)
     model = target or found.target
     if model is None:
         raise UsageError(key="--target", value=None, rule="is required: this folder does not say which target it belongs to")
     info = read_target_info(model)
     found.check_target(info)
+    bars("export", 1, 4, "reads embedding and head of the target")
     ends = load_frozen_ends(info=info, dtype="float32")
     verified: list[Verified] = []
+
+    def verify(part: Path) -> None:
+        bars("export", 3, 4, "is read back by the dflash package")
+        verified.append(verify_export(part, embedding_VD=ends.embedding_VD, head_VD=ends.head_VD))
+
+    bars("export", 2, 4, "writes")
     folder = export_dflash(
         drafter_state=found.state,
         shape=found.shape,
         info=info,
         out=out,
-        verify=lambda part: verified.append(verify_export(part, embedding_VD=ends.embedding_VD, head_VD=ends.head_VD)),
-        dtype=cast(Literal["bfloat16", "float32"], dtype),
+        verify=verify,
+        dtype=dtype,
         target_name=model,
         force=force,
     )
-    result = {"folder": str(folder), "source": found.described, "target": model, "dtype": dtype, **asdict(verified[0])}
-    if as_json:
-        typer.echo(json.dumps(result))
-    else:
-        typer.echo(f"{found.described} → {folder} ({dtype}, {found.shape.num_parameters:,} weights)")
-        typer.echo(
-            f"read back by the dflash package: {verified[0].slots} slots draft the same token, logits apart by at most "
-            f"{verified[0].largest_difference:.1e} of the largest"
-        )
+    bars("export", 4, 4, "done")
+    written = {"folder": str(folder), "source": found.described, "target": model, "dtype": dtype, **asdict(verified[0])}
+    return written | {"weights": found.shape.num_parameters}

@@ -56,8 +56,8 @@ def plan(
     flight = preflight(resolved, resume=started, elsewhere=elsewhere)
     schedule = _schedule(resolved)
     if probe or keep:
-        seconds = probe_seconds if probe else None
-        keep_costs(flight, recipe=resolved, schedule=schedule, costs_from=costs or (), probe_seconds=seconds)
+        seconds, named = probe_seconds if probe else None, costs or ()
+        keep_costs(flight, recipe=resolved, schedule=schedule, costs_from=named, probe_seconds=seconds, quiet=as_json)
         flight = preflight(resolved, resume=started)  # again: automatic placement goes by what was found
     resources = Resources.of(flight) if elsewhere is None else Resources(flight=flight, gpus=elsewhere, cores=())
     memory = resources.plan_memory(slots_per_column=schedule.slots_per_column, validation_slots=0)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from slipstream.launch.stage_costs import Subject
     from slipstream.plan import MemoryPlan, Schedule
     from slipstream.plan.known_gpus import PackShape
-    from slipstream.plan.throughput import Prediction
+    from slipstream.plan.throughput import Prediction, StageCosts
 
 
 def other_machine(*, gpus: int | None, gpu: str | None) -> tuple[GpuFacts, ...] | None:
@@ -48,17 +48,34 @@ def other_machine(*, gpus: int | None, gpu: str | None) -> tuple[GpuFacts, ...] 
 
 
 def keep_costs(
-    flight: Preflight, *, recipe: Recipe, schedule: Schedule, costs_from: Sequence[Path], probe_seconds: float | None
+    flight: Preflight,
+    *,
+    recipe: Recipe,
+    schedule: Schedule,
+    costs_from: Sequence[Path],
+    probe_seconds: float | None,
+    quiet: bool,
 ) -> None:
     """Keep stage costs for `recipe`, which is as the user gave it: those of files, or of a probe that is made now."""
-    from slipstream.launch.probe import probe_costs
     from slipstream.launch.stage_costs import given_costs, store_costs
 
     subject = _subject(flight, recipe=recipe, resources=None)
     if probe_seconds is not None:
-        store_costs(subject, probe_costs(flight, seconds=probe_seconds))
+        store_costs(subject, _probe(flight, seconds=probe_seconds, quiet=quiet))
     else:
         store_costs(subject, given_costs(costs_from, subject=subject, pack=_pack(recipe, schedule)))
+
+
+def _probe(flight: Preflight, *, seconds: float, quiet: bool) -> StageCosts:
+    from slipstream.cli.progress import Bars
+    from slipstream.launch.probe import probe_costs
+
+    with Bars(quiet=quiet) as bars:
+
+        def show(stage: str, done: float, of: float | None) -> None:
+            bars(stage, done, of, "loads and warms up" if of is None else f"measured for {done:.0f} of {of:.0f} s")
+
+        return probe_costs(flight, seconds=seconds, on_progress=show)
 
 
 def make_forecast(

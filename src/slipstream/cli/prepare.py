@@ -47,13 +47,13 @@ def prepare(
         strict=strict,
         overwrite=overwrite,
     )
+    meta = _prepare(sources=sources, target=target, out=out, options=options, quiet=as_json)
     if as_json:
         from slipstream.cli.inspect import meta_as_dict
-        from slipstream.corpus.prepare import prepare as run
 
-        typer.echo(json.dumps(meta_as_dict(run(sources, target, out, options)), indent=1))
-        return
-    _print_outcome(_with_bar(sources=sources, target=target, out=out, options=options), out=out)
+        typer.echo(json.dumps(meta_as_dict(meta), indent=1))
+    else:
+        _print_outcome(meta, out=out)
 
 
 def _argument(text: str) -> tuple[str, Any]:
@@ -69,34 +69,16 @@ def _argument(text: str) -> tuple[str, Any]:
         return key, value
 
 
-def _with_bar(*, sources: list[Path], target: str, out: Path, options: PrepareOptions) -> CorpusMeta:
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
+def _prepare(*, sources: list[Path], target: str, out: Path, options: PrepareOptions, quiet: bool) -> CorpusMeta:
+    from slipstream.cli.progress import Bars
+    from slipstream.corpus.prepare import PrepareProgress, prepare
 
-    from slipstream.corpus.prepare import PrepareProgress
-    from slipstream.corpus.prepare import prepare as run
+    with Bars(quiet=quiet) as bars:
 
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TaskProgressColumn(),
-        TextColumn("{task.fields[kept]:,} kept, {task.fields[refused]:,} refused"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("preparing", total=None, kept=0, refused=0)
+        def show(now: PrepareProgress) -> None:
+            bars("prepare", now.bytes_read, now.bytes_total, f"{now.num_documents:,} kept, {now.num_rejects:,} refused")
 
-        def show(progress: PrepareProgress) -> None:
-            bar.update(
-                task,
-                total=progress.bytes_total,
-                completed=progress.bytes_read,
-                kept=progress.num_documents,
-                refused=progress.num_rejects,
-            )
-
-        return run(sources, target, out, options, show)
+        return prepare(sources, target, out, options, show)
 
 
 def _print_outcome(meta: CorpusMeta, *, out: Path) -> None:

@@ -117,23 +117,20 @@ def _device(asked: str) -> str:
 
 
 def _answer(model: Any, *, prompts: list[Prompt], file: AnswerFile, folder: Path, batch_size: int, quiet: bool) -> AnswerCounts:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
     from tokenizers import Tokenizer
 
+    from slipstream.cli.progress import Bars
     from slipstream.target.answers import answer_resumably
 
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    columns = (TextColumn("answering"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), disable=quiet) as bar:
-        task = bar.add_task("answering", total=len(prompts))
+    with Bars(quiet=quiet) as bars:
         return answer_resumably(
             model=model,
             prompts=prompts,
             file=file,
             decode=lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False)),
             batch_size=batch_size,
-            on_progress=lambda done, total: bar.update(task, completed=done, total=total),
+            on_progress=lambda done, total: bars("answers", done, total),
         )
 
 

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
+    from slipstream.cli.progress import Bars
+    from slipstream.launch.local import RunResult
     from slipstream.launch.preflight import Preflight
 
 
@@ -41,9 +43,12 @@ def train(
         _detach(flight, recipe=recipe, changes=changes, as_json=as_json)
         return
 
+    from slipstream.cli.progress import Bars
     from slipstream.launch.local import train_run
 
-    result = train_run(flight=flight, given=recipe.read_text(), on_report=_Progress(quiet=as_json))
+    with Bars(quiet=as_json) as bars:
+        hear = _Progress(bars, quiet=as_json)
+        result = train_run(flight=flight, given=recipe.read_text(), on_report=hear)
     if as_json:
         typer.echo(
             json.dumps(
@@ -60,6 +65,10 @@ def train(
             )
         )
         return
+    _print(result, is_rehearsal=resolved.target.weights == "random")
+
+
+def _print(result: RunResult, *, is_rehearsal: bool) -> None:
     typer.echo(
         f"{result.steps} steps: {result.train_seconds:.0f} s of training after {result.warm_up_seconds:.0f} s of warm-up, "
         f"{result.validate_seconds:.0f} s of validation; checkpoint {result.checkpoint}"
@@ -68,7 +77,7 @@ def train(
         typer.echo(f"acceptance length {line['acceptance_length']:.3f} at step {line['step']}")
     if result.verdict is not None:
         typer.echo(f"verdict: {result.verdict.headline}")
-    if resolved.target.weights == "random":
+    if is_rehearsal:
         typer.echo('a rehearsal: target.weights = "random", so this drafter is worthless and cannot be exported')
         return
     typer.echo(f"next: slipstream export {result.folder} --out DIR")
@@ -110,10 +119,10 @@ def _is_finished(flight: Preflight, *, as_json: bool) -> bool:
 
 
 class _Progress:
-    """Says on stderr which worker is ready, and how far the answers are."""
+    """Says on stderr which worker is ready, and how far the answers are; the steps are the console sink's to tell."""
 
-    def __init__(self, *, quiet: bool) -> None:
-        self._quiet = quiet
+    def __init__(self, bars: Bars, *, quiet: bool) -> None:
+        self._bars, self._quiet = bars, quiet
 
     def __call__(self, worker: str, kind: str, payload: Any) -> None:
         if self._quiet:
@@ -121,8 +130,6 @@ class _Progress:
         if kind == "ready":
             typer.echo(f"{worker} is ready", err=True)
         elif kind == "progress" and payload["stage"] == "answers":
-            typer.echo(
-                f"\ranswering validation prompts: {payload['done']}/{payload['of']}",
-                err=True,
-                nl=payload["done"] == payload["of"],
-            )
+            self._bars("answering validation prompts", payload["done"], payload["of"])
+            if payload["done"] == payload["of"]:
+                self._bars.close()

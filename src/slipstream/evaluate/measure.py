@@ -126,6 +126,7 @@ def simulate_set(
     drafter: DFlashDrafter,
     ends: FrozenEnds,
     shape: DrafterShape,
+    on_answer: Progress | None = None,
 ) -> list[AcceptancePath]:
     """The path of each answer without decoding; `capture(pack)` gives hidden states `[T, K, D]` where the drafter is."""
     documents = [
@@ -151,15 +152,25 @@ def simulate_set(
             max_lengths={number: len(prompt) + max_new_tokens for number, prompt in enumerate(prompt_set.prompts)},
         )
         paths |= {item.document_id: item.path for item in found}
+        if on_answer is not None:
+            for _ in found:
+                on_answer()
     return [paths[number] for number in range(len(documents))]
 
 
-def agreement(prompt_set: PromptSet, *, answers: Sequence[Sequence[int]], target: PreTrainedModel) -> float:
+def agreement(
+    prompt_set: PromptSet,
+    *,
+    answers: Sequence[Sequence[int]],
+    target: PreTrainedModel,
+    on_answer: Progress | None = None,
+) -> float:
     """Share of all answer tokens that are `target`'s argmax, teacher-forced."""
-    agreed = sum(
-        teacher_forced_agreement(target, prompt=prompt, answer=answer)
-        for prompt, answer in zip(prompt_set.prompts, answers, strict=True)
-    )
+    agreed = 0
+    for prompt, answer in zip(prompt_set.prompts, answers, strict=True):
+        agreed += teacher_forced_agreement(target, prompt=prompt, answer=answer)
+        if on_answer is not None:
+            on_answer()
     return agreed / sum(len(answer) for answer in answers)
 
 

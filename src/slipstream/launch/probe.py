@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,13 @@ ROLES = {"target": "probe-target", "drafter": "probe-drafter"}
 log = logging.getLogger(__name__)
 
 
-def probe_costs(flight: Preflight, *, seconds: float = SECONDS) -> StageCosts:
+Progress = Callable[[str, float, float | None], None]
+"""Hears a stage's name, seconds that it was measured for, and of how many; none while it loads."""
+
+
+def probe_costs(
+    flight: Preflight, *, seconds: float = SECONDS, on_progress: Progress = lambda stage, done, of: None
+) -> StageCosts:
     """Measure the stage costs of a recipe here. Raises `WorkerFailed` when a stage ends before it could be measured."""
     recipe = _recipe_of_probe(flight.recipe)
     with tempfile.TemporaryDirectory(prefix="slipstream-probe-") as place:
@@ -45,7 +51,7 @@ def probe_costs(flight: Preflight, *, seconds: float = SECONDS) -> StageCosts:
         write_schedule(recipe=recipe, folder=folder)
         together = flight.device == "cpu" and flight.placement.mode == "split"
         for stages in [("target", "drafter")] if together else [("target",), ("drafter",)]:
-            _run(stages, flight=flight, recipe=recipe, folder=folder, seconds=seconds)
+            _run(stages, flight=flight, recipe=recipe, folder=folder, seconds=seconds, on_progress=on_progress)
         return costs_of_probe(read_run(folder.root), flight=flight, packs_per_step=recipe.plan.packs_per_step)
 
 
@@ -84,8 +90,21 @@ def _recipe_of_probe(recipe: Recipe) -> Recipe:
     )
 
 
-def _run(stages: Sequence[str], *, flight: Preflight, recipe: Recipe, folder: RunFolder, seconds: float) -> None:
+def _run(
+    stages: Sequence[str], *, flight: Preflight, recipe: Recipe, folder: RunFolder, seconds: float, on_progress: Progress
+) -> None:
     """Run stages side by side to their ends."""
+
+    def hear(worker: str, kind: str, payload: Any) -> None:
+        log.info("probe: %s %s", worker, kind)
+        stage = worker.split("-")[0]
+        if kind == "progress":
+            on_progress(stage, payload["done"], payload["of"])
+        elif kind == "done":
+            on_progress(stage, seconds, seconds)
+
+    for stage in stages:
+        on_progress(stage, 0, None)
     children = [_start(stage, flight=flight, recipe=recipe, folder=folder, seconds=seconds) for stage in stages]
     Supervisor(
         drafters=children,
@@ -93,7 +112,7 @@ def _run(stages: Sequence[str], *, flight: Preflight, recipe: Recipe, folder: Ru
         num_targets=0,
         max_restarts=0,
         ready_seconds=flight.recipe.placement.ready_seconds,
-        on_report=lambda worker, kind, payload: log.info("probe: %s %s", worker, kind),
+        on_report=hear,
         close_broker=lambda reason, lost: None,
     ).run()
 

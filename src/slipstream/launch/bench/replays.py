@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ BASELINE, EIGHT_BITS = "none", "float8 slots"
 NEVER = 10**9
 Say = Callable[[str], None]
 Hear = Callable[["ReplayFigures"], None]
+Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +90,12 @@ class _Condition:
 
 
 def bench_replays(
-    flight: Preflight, work: ReplayWork, *, say: Say = lambda line: None, hear: Hear = lambda figures: None
+    flight: Preflight,
+    work: ReplayWork,
+    *,
+    say: Say = lambda line: None,
+    hear: Hear = lambda figures: None,
+    on_progress: Progress = lambda stage, done, of: None,
 ) -> ReplayFigures:
     """Train and measure every condition with every seed; `hear` is given what is known after each.
 
@@ -98,14 +105,18 @@ def bench_replays(
     recipes = equal_recipes(flight.recipe, conditions=conditions, seeds=work.seeds)
     asked = ask(recipe=flight.recipe, info=flight.info)
     say(f"{len(asked.prompts)} prompts" + ("" if asked.kept.is_file() else ", answered by the target"))
-    answers = answer(asked, recipe=flight.recipe, info=flight.info, device=flight.device, on_progress=lambda done, of: None)
+    answers = answer(
+        asked, recipe=flight.recipe, info=flight.info, device=flight.device, on_progress=partial(on_progress, "answers")
+    )
     done: list[Trained] = []
+    on_progress("runs", 0, len(recipes))
     with _trainer(flight, answers=answers, work=work) as results:
         for trained in results(recipes):
             done.append(trained)
             figures = make_figures(work, conditions=conditions, runs=done)
             say(_told(trained, done))
             hear(figures)
+            on_progress("runs", len(done), len(recipes))
     return make_figures(work, conditions=conditions, runs=done)
 
 

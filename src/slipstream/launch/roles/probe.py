@@ -32,18 +32,25 @@ LEAST = 6
 """Packs, or steps, that are made however long they take; the first ones are no measurement."""
 
 
+TELL_SECONDS = 1.0
+
+
 class _Until:
-    """Tells when so many seconds are over since it was asked first, and so many things were done."""
+    """Tells when so many seconds are over since it was asked first, and so many things were done; reports how far it is."""
 
     def __init__(self, *, seconds: float, control: Control) -> None:
         self._seconds, self._control = seconds, control
         self._began: float | None = None
+        self._told = 0.0
         self.done = 0
 
     def __call__(self) -> bool:
         now = time.monotonic()
         self._began = now if self._began is None else self._began
         self.done += 1
+        if now - self._told >= TELL_SECONDS:
+            self._told = now
+            self._control.report("progress", {"done": min(now - self._began, self._seconds), "of": self._seconds})
         return self._control.stopping() or (self.done >= LEAST and now - self._began >= self._seconds)
 
 
