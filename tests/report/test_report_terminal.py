@@ -104,6 +104,21 @@ def test_where_workers_are_many_each_role_is_seen(tmp_path: Path) -> None:
     assert any("Waits for hidden states." in line for line in tall)
 
 
+def test_a_worker_that_is_over_leaves_the_overview(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "made", steps=400, workers=("target-0", "drafter-0"))
+    rows = (run.spans / "target-0.jsonl").read_text().splitlines(keepends=True)
+    cpu = [row for row in rows if not row.startswith('["gpu"')]
+    (run.spans / "answers.jsonl").write_text("".join(cpu[:20]).replace("target-0", "answers"))
+    for name, seen in (("overview", False), ("lanes", True)):
+        lines = shown(run.root, width=80, height=30, view=View(name))
+        assert any(line.startswith("answers") for line in lines) is seen
+    assert any(line.startswith("answers cpu") and line.rstrip().endswith("nothing written") for line in lines)
+    for worker in ("target-0", "drafter-0"):
+        spans = (run.spans / f"{worker}.jsonl").read_text().splitlines(keepends=True)
+        (run.spans / f"{worker}.jsonl").write_text("".join(row for row in spans if not row.startswith('["gpu"')))
+    assert any(line.startswith("target-0 █") for line in shown(run.root, width=80, height=24)), "one lane needs no name"
+
+
 def test_a_run_that_has_not_begun_has_its_parts_once_they_are_there(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "soon")
     folder.root.mkdir()

@@ -129,14 +129,20 @@ def _lane_panel(page: Page, *, most: int) -> list[Text]:
     """Lanes of the workers' own threads, those of their GPUs too where all of both fit, then the legend."""
     if not page.run.spans:
         return []
-    lanes, rows = _lanes(page, names=("cpu", "gpu"))
+    lanes, rows = _known(*_lanes(page, names=("cpu", "gpu")))
     if len(lanes) > most:
-        lanes, rows = _lanes(page, names=("cpu",))
+        lanes, rows = _known(*_lanes(page, names=("cpu",)))
     if len(lanes) > most:
         kept = _of_each_role(lanes, most - 1)
         hidden = Text(f"and {len(lanes) - len(kept)} more workers, see lanes (3)", style="dim")
         lanes, rows = [lanes[place] for place in kept], [*(rows[place] for place in kept), hidden]
     return [_lane_heading(page, lanes), *rows, legend_row(lanes, width=page.width)] if lanes else []
+
+
+def _known(lanes: Sequence[Lane], rows: Sequence[Text]) -> tuple[list[Lane], list[Text]]:
+    """Without those of workers that wrote nothing in the window: they are over, or not begun."""
+    kept = [place for place, lane in enumerate(lanes) if lane.known_seconds > 0]
+    return [lanes[place] for place in kept], [rows[place] for place in kept]
 
 
 def _of_each_role(lanes: Sequence[Lane], most: int) -> list[int]:
@@ -151,7 +157,8 @@ def _of_each_role(lanes: Sequence[Lane], most: int) -> list[int]:
 def _lanes(page: Page, *, names: Sequence[str] | None, tall: int = 1) -> tuple[list[Lane], list[Text]]:
     """Lanes of the window, and each as `tall` lines."""
     begin, end = page.window
-    several = names is None or len(names) > 1
+    by_worker = [[name for name in spans.lane_names if names is None or name in names] for spans in page.run.spans.values()]
+    several = any(len(own) > 1 for own in by_worker)
     longest = max((len(worker) for worker in page.run.spans), default=0) + (7 if several else 0)
     label = min(longest + 1, MOST_LANE_LABEL + 7)
     told = 0 if page.width < NARROW else max(27, page.width // 4)

@@ -233,7 +233,9 @@ def _share(value: float | None) -> str:
 
 
 def _bytes(value: float | None) -> str:
-    return "-" if value is None else f"{value / 1e9:.1f} GB"
+    if value is None:
+        return "-"
+    return f"{value / 1e9:.1f} GB" if value >= 1e8 or value == 0 else f"{value / 1e6:.1f} MB"
 
 
 def _gb(value: float | None) -> str:
