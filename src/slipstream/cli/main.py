@@ -7,7 +7,12 @@ from __future__ import annotations
 
 import importlib
 import logging
-from typing import Annotated, Any
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
@@ -23,6 +28,27 @@ VERBS = (
 
 OWN_OPTIONS = {("bench", "replays"): "bench_replays"}
 """Verbs with a word behind them that share no option with the verb: a module and a function of their own."""
+
+
+class _Terminated(BaseException):
+    """SIGTERM came. Like KeyboardInterrupt it is nobody's error, and passes through whoever gives back a terminal or a file."""
+
+
+@contextmanager
+def _sigterm_raises() -> Iterator[None]:
+    """While entered, SIGTERM raises where the main thread is. Does nothing in another thread, where no handler may be set."""
+
+    def terminate(number: int, frame: FrameType | None) -> NoReturn:
+        raise _Terminated
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 class VerbGroup(TyperGroup):
@@ -49,15 +75,22 @@ class VerbGroup(TyperGroup):
         return " ".join(args[:2]), self.get_command(ctx, name), args[2:]
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the verb. Ours end with `error: …` on stderr and their exit code, Ctrl-C with 130; others stay tracebacks."""
+        """Run the verb. Ours end with `error: …` on stderr and their exit code: 2 for what the user gave, 1 for what failed.
+
+        Ctrl-C ends with 130, SIGTERM with 143 where the verb has no way of its own with it; others stay tracebacks.
+        """
         try:
-            return super().invoke(ctx)
+            with _sigterm_raises():
+                return super().invoke(ctx)
         except SlipstreamError as error:
             typer.echo(f"error: {error}", err=True)
             raise typer.Exit(error.exit_code) from error
         except KeyboardInterrupt as interrupt:
             typer.echo("interrupted", err=True)
             raise typer.Exit(130) from interrupt
+        except _Terminated as terminated:
+            typer.echo("terminated", err=True)
+            raise typer.Exit(143) from terminated
 
 
 app = typer.Typer(cls=VerbGroup, add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
