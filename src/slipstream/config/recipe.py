@@ -207,7 +207,7 @@ class PlacementSection(Section):
     """CPU threads of a drafter process; none shares the cores out evenly."""
     slot_dtype: Literal["target", "float8_e4m3"] = "target"
     """Type of hidden states in slots: "target" rounds nothing; "float8_e4m3", with a scale for each token and tap, halves
-    slots and copies, and is noise that a server does not have: its cost in acceptance length is not measured yet."""
+    slots and copies, and is noise that a server does not have: +0.009 (-0.009 to +0.027) in acceptance length, SmolLM2."""
     cuda_graphs: Literal["auto", "on", "off"] = "auto"
     """Replay a drafter's steps from CUDA graphs: "auto" does where launching takes over half of a step. Same results."""
     host_memory_gb: float = Field(default=16.0, gt=0)
