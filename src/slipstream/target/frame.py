@@ -5,6 +5,7 @@ Shape letters: R rows of a forward · L tokens of a row · M sequences · C chun
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,8 +17,8 @@ from slipstream.target.layouts import Forward, chunk_indices
 
 ALIGNMENT = 32
 """int32 values in 128 bytes: a view that begins elsewhere can make Triton compile its kernels again."""
-FRAMES_IN_FLIGHT = 16
-"""Page-locked buffers of a ring. A loop is held back by its slots long before it is so many forwards ahead of the device."""
+FRAMES_IN_FLIGHT = 8
+"""Page-locked buffers that a ring begins with. A loop's slots hold it back before it is so far ahead of the device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,36 +48,34 @@ class _HostBuffer:
 
 @dataclass(slots=True)
 class FrameRing:
-    """Page-locked buffers for frames of each size, `FRAMES_IN_FLIGHT` of them, made when a size first comes and then kept.
+    """Page-locked buffers for frames of each size, made when a size first comes, then kept and taken in turn.
 
     Room for the worst case of a size, documents of one token, and one size for all frames of the same power of two: so what
     is allocated, on the host and on the device, does not depend on how many documents a pack has.
     """
 
     device: torch.device
-    _buffers: dict[int, list[_HostBuffer]] = field(default_factory=dict)
-    _turns: dict[int, int] = field(default_factory=dict)
+    _buffers: dict[int, deque[_HostBuffer]] = field(default_factory=dict)
 
     def send(self, values: Int32Array, *, num_tokens: int) -> Tensor:
-        """The values on the device, copied on the current stream. Sleeps only when a whole turn ahead of the device."""
+        """The values on the device, copied on the current stream. A ring whose oldest copy still runs gets one buffer more."""
         size = 1 << (num_tokens - 1).bit_length()
         if size not in self._buffers:
-            self._buffers[size] = [self._buffer(size) for _ in range(FRAMES_IN_FLIGHT)]
-            self._turns[size] = 0
-        buffer = self._buffers[size][self._turns[size] % FRAMES_IN_FLIGHT]
-        self._turns[size] += 1
-        buffer.sent.synchronize()
+            self._buffers[size] = deque(self._buffer(size) for _ in range(FRAMES_IN_FLIGHT))
+        ring = self._buffers[size]
+        buffer = ring.popleft() if ring[0].sent.query() else self._buffer(size)
         host = buffer.values[: len(values)]
         host.copy_(torch.from_numpy(values))
         sent = torch.empty_like(buffer.values, device=self.device)[: len(values)]
         sent.copy_(host, non_blocking=True)
         buffer.sent.record()
+        ring.append(buffer)
         return sent
 
     @staticmethod
     def _buffer(size: int) -> _HostBuffer:
         values = torch.empty(6 * size + 8 * ALIGNMENT, dtype=torch.int32, pin_memory=True)
-        return _HostBuffer(values=values, sent=torch.cuda.Event(blocking=True))
+        return _HostBuffer(values=values, sent=torch.cuda.Event())
 
 
 def send_frame(forward: Forward, *, num_tokens: int, ring: FrameRing | None, compiled: bool) -> Frame:
