@@ -148,7 +148,8 @@ def test_a_detached_run_is_stopped_and_goes_on_later(
     changes, reached = MOMENTS[moment]
     if moment == "validates":
         changes = {**changes, "validation__prompts": material["prompts"], "validation__max_new_tokens": 48}
-    recipe = tiny_recipe(material, tmp_path / "runs", name="r", plan__epochs=200, placement__device="cpu", placement__mode="colocated", **changes)
+    base = {"plan__epochs": 200, "placement__device": "cpu", "placement__mode": "colocated"}
+    recipe = tiny_recipe(material, tmp_path / "runs", name="r", **{**base, **changes})
     file = tmp_path / "recipe.toml"
     file.write_text(dump_recipe(recipe))
     folder = RunFolder(tmp_path / "runs" / "r")

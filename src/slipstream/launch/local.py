@@ -75,7 +75,7 @@ def train_run(*, flight: Preflight, given: str | None = None, on_report: Report 
     """
     recipe, folder = flight.recipe, flight.folder
     folder.root.mkdir(parents=True, exist_ok=True)
-    with RunLock(folder) as lock:
+    with RunLock(folder) as lock, sigterm_interrupts():
         check_run_folder(folder=folder, resume=flight.resume)  # again: another start may have come between
         if flight.resume:
             _check_resume(flight)
@@ -85,7 +85,7 @@ def train_run(*, flight: Preflight, given: str | None = None, on_report: Report 
         book.state("starting")
         try:
             resources = Resources.of(flight)
-            with sigterm_interrupts(), sampled_gpus(flight):
+            with sampled_gpus(flight):
                 return _Run(flight=flight, given=given, book=book, lock=lock, resources=resources).run()
         except (Interrupted, KeyboardInterrupt) as error:
             book.state("interrupted", cause=str(error) or type(error).__name__)
