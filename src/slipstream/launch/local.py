@@ -31,7 +31,7 @@ from slipstream.launch.lock import RunLock
 from slipstream.launch.planning import RunPlan, open_run_plan, slot_layout, write_schedule
 from slipstream.launch.prediction import write_memory
 from slipstream.launch.preflight import Preflight, check_run_folder
-from slipstream.launch.processes import Child, start_child
+from slipstream.launch.processes import Child, end_all, start_child
 from slipstream.launch.resources import Resources
 from slipstream.launch.resume import check_same_recipe, finished_steps
 from slipstream.launch.runbook import RunBook
@@ -191,8 +191,10 @@ class _Run:
             self.broker = Broker(order=plan.orders(), slot_bytes=self._layout().nbytes)
             self.broker.start()
         job = self._job(plan=plan, rendezvous=rendezvous)
+        drafters: list[Child] = []
         try:
-            drafters = [self._start_drafter(rank=rank, job=job, split=split) for rank in range(plan.ranks)]
+            for rank in range(plan.ranks):
+                drafters.append(self._start_drafter(rank=rank, job=job, split=split))
             supervisor = Supervisor(
                 drafters=drafters,
                 starter=_TargetStarter(run=self, job=job) if split else None,
@@ -205,6 +207,9 @@ class _Run:
             slot_bytes = self._layout().nbytes
             with sampled_queues(self.broker, book=self.book, plan=plan, slot_bytes=slot_bytes):
                 return supervisor.run()
+        except BaseException:
+            end_all(drafters, grace_seconds=0)  # of those that the supervisor had not come to own yet
+            raise
         finally:
             self._close_broker("the run is over", None)
 
