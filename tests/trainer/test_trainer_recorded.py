@@ -12,10 +12,10 @@ from built_run import Built, make_recipe
 from model_lanes import CountedWork, ModelLanes
 from tape_recorder import RecordingLanes
 
+from slipstream.device.graph_choice import StepTimes, should_record, time_steps
 from slipstream.drafter.dflash import PASSES
 from slipstream.errors import PreflightError
 from slipstream.trainer.build import Gpu
-from slipstream.trainer.graph_choice import StepTimes, should_record, time_steps
 from slipstream.trainer.optim import FlatAdamW
 
 

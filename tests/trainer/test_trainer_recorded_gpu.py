@@ -10,7 +10,7 @@ import torch
 from built_run import Built
 from test_trainer_gpu import assert_equal_weights, gpu_run
 
-from slipstream.trainer.graph_choice import GraphReport
+from slipstream.device.graph_choice import GraphReport
 from slipstream.trainer.hooks import Hook
 
 pytestmark = pytest.mark.gpu

@@ -14,13 +14,13 @@ import torch
 
 from slipstream.config.drafter_shape import DrafterShape
 from slipstream.config.recipe import Recipe
+from slipstream.device.graph_choice import GraphReport, should_record, time_steps
 from slipstream.drafter import DFlashDrafter
 from slipstream.drafter.mask_arrays import mask_arrays, masks_over
 from slipstream.errors import PreflightError
 from slipstream.observe import MetricLog
 from slipstream.records import BlockBatch, Pack, Use
 from slipstream.trainer.column import FrozenEnds
-from slipstream.trainer.graph_choice import GraphReport, should_record, time_steps
 from slipstream.trainer.guard import Counters
 from slipstream.trainer.lanes import Lanes
 from slipstream.trainer.late_metrics import LateMetrics

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from slipstream.device.pinned import PinnedSlots
+from slipstream.device.recorder import CudaRecorder, Recorder
 from slipstream.device.streams import CudaStreams, Event, Stream, Streams
-from slipstream.trainer.recorder import CudaRecorder, Recorder
 
 SPAN_BYTES = 1 << 30
 """Slabs are page-locked in pieces of this size, in the background; a copy must not cross a border."""

@@ -14,6 +14,7 @@ from typing import Literal, Protocol
 import torch
 
 from slipstream.config.recipe import OptimizerSection
+from slipstream.device.recorder import Recorder
 from slipstream.observe import Account, StepRecord
 from slipstream.records import Cursor, HiddenPack, StepResult
 from slipstream.trainer.checkpoint import Checkpoint
@@ -24,7 +25,6 @@ from slipstream.trainer.learning_rate import learning_rate
 from slipstream.trainer.optim import FlatAdamW
 from slipstream.trainer.prefetch import PreparedStep, StepPrefetch
 from slipstream.trainer.recorded import RecordedColumns, RecordedEnd
-from slipstream.trainer.recorder import Recorder
 from slipstream.trainer.reduction import GradientSum
 from slipstream.trainer.saving import CheckpointWriter
 from slipstream.trainer.snapshot import Snapshot

@@ -16,11 +16,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from slipstream.device.recorder import Recorder, Recording
 from slipstream.records import HiddenPack, StepResult
 from slipstream.trainer.column import ColumnPass, count_bad_rows
 from slipstream.trainer.optim import FlatAdamW
 from slipstream.trainer.prefetch import PreparedColumn
-from slipstream.trainer.recorder import Recorder, Recording
 from slipstream.trainer.step_end import StepEnd
 from slipstream.trainer.tally import StepTally
 

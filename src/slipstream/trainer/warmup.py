@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
+from slipstream.device.graph_choice import GraphReport
 from slipstream.records import HiddenPack, Pack, Use
-from slipstream.trainer.graph_choice import GraphReport
 
 ROUNDS = 2
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from slipstream.config import DrafterShape
 from slipstream.config.recipe import ObjectiveSection, Recipe
+from slipstream.device.graph_choice import GraphReport
 from slipstream.drafter import FAMILIES, DFlashDrafter, make_block_batch
 from slipstream.launch.bench.ceilings import median_ms
 from slipstream.launch.bench.counters import counters, profile_kernels
@@ -29,7 +30,6 @@ from slipstream.observe import Account
 from slipstream.records import BlockBatch, HiddenPack, Pack, Use
 from slipstream.trainer.column import ColumnPass
 from slipstream.trainer.engine import Engine, EngineParts
-from slipstream.trainer.graph_choice import GraphReport
 from slipstream.trainer.guard import Counters
 from slipstream.trainer.lanes import CudaLanes
 from slipstream.trainer.late_work import CudaWork
