@@ -17,7 +17,12 @@ if TYPE_CHECKING:
 
 
 def prepare(
-    sources: Annotated[list[Path], typer.Argument(metavar="SRC…", help="JSON lines of conversations.")],
+    sources: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="SRC…", help="JSON lines, Parquet files, folders that `datasets` saved, hub:NAME[:CONFIG][:SPLIT]."
+        ),
+    ],
     target: Annotated[str, typer.Option("--target", help="Target model: local folder, or hub id in the local cache.")],
     out: Annotated[Path, typer.Option("--out", help="Folder of the corpus; made whole or not at all.")],
     max_tokens: Annotated[
@@ -69,7 +74,7 @@ def _argument(text: str) -> tuple[str, Any]:
         return key, value
 
 
-def _prepare(*, sources: list[Path], target: str, out: Path, options: PrepareOptions, quiet: bool) -> CorpusMeta:
+def _prepare(*, sources: list[str], target: str, out: Path, options: PrepareOptions, quiet: bool) -> CorpusMeta:
     from slipstream.cli.progress import Bars
     from slipstream.corpus.prepare import PrepareProgress, prepare
 
@@ -90,6 +95,7 @@ def _print_outcome(meta: CorpusMeta, *, out: Path) -> None:
     share = meta.num_supervised / max(1, meta.num_tokens)
     rows: Iterable[tuple[str, str]] = (
         ("documents", f"{meta.num_documents:,} of {meta.num_rows:,} rows"),
+        *((("turns joined", f"{meta.num_joined:,} rows, each to the next of its conversation"),) if meta.num_joined else ()),
         ("tokens", f"{meta.num_tokens:,}, the longest document {meta.max_tokens:,}"),
         ("supervised", f"{meta.num_supervised:,} ({share:.1%})"),
         ("anchors", f"{meta.num_anchors:,}"),

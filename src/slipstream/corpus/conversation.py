@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 from slipstream.errors import CorpusError
 
@@ -40,6 +41,24 @@ class Remark(StrEnum):
     NO_STOP_TOKEN = "no_stop_token"
     REWRITTEN_TURN = "rewritten_turn"
     TOKENISED_APART = "tokenised_apart"
+
+
+@dataclass(frozen=True, slots=True)
+class RawRow:
+    """A row of a source, unread. `line` counts from 1; `parse` gives its keys or raises `RowRefused`, none if it is blank."""
+
+    line: int
+    num_bytes: int
+    parse: Callable[[], Mapping[str, Any]] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where rows come from. `num_bytes` is what the rows' bytes add up to; `rows` begins anew with every call."""
+
+    name: str
+    num_bytes: int
+    rows: Callable[[], Iterator[RawRow]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,9 +22,15 @@ ROLES: Mapping[str, str] = {
 }
 """Names of speakers that are understood, in lower case, and the role that chat templates know them by."""
 
-_TURN_LISTS = ("messages", "conversations", "conversation")
+TURN_LISTS = ("messages", "conversations", "conversation")
 _PROMPTS = ("instruction", "prompt", "question")
 _ANSWERS = ("output", "response", "completion", "answer")
+OPENING_COLUMNS = (*TURN_LISTS, *_PROMPTS)
+"""Keys that a conversation can begin with; a row has one of them."""
+
+COLUMNS = (*OPENING_COLUMNS, *_ANSWERS, "input", "instances", "system", "tools", "answer_token_ids")
+"""All keys of a row that are read."""
+
 _TEMPLATE_FIELDS = ("tool_calls", "tool_call_id", "name", "reasoning_content", "thinking")
 
 
@@ -47,7 +53,7 @@ class Row:
 
 def read_row(row: Mapping[str, Any]) -> Row:
     """Read one JSON object in whichever form it has. Raises `RowRefused` with a reason and what was found."""
-    turns = next((row[key] for key in _TURN_LISTS if key in row), None)
+    turns = next((row[key] for key in TURN_LISTS if key in row), None)
     if turns is not None:
         messages = _turns(turns)
         if isinstance(row.get("system"), str) and row["system"] and messages[0].role != "system":

@@ -34,7 +34,8 @@ class CorpusMeta:
     """Identity and counts of a corpus.
 
     `fingerprint` covers content, tokenizer, template and options. `num_anchors` counts positions where a block can be
-    anchored (the token and the next one supervised); `max_tokens` is the length of the longest document; `rejects` and
+    anchored (the token and the next one supervised); `num_joined` rows that became part of the document of a row that
+    continues them; `max_tokens` is the length of the longest document; `rejects` and
     `warnings` count rows by reason; `files` stamps every other file of the store; `token_present` is a bit set of the
     token ids that occur, least significant bit first. A draft handed to `write_store` leaves the counts at 0.
     """
@@ -45,6 +46,7 @@ class CorpusMeta:
     options: Mapping[str, Any] = field(default_factory=dict)
     fingerprint: str = ""
     num_documents: int = 0
+    num_joined: int = 0
     num_tokens: int = 0
     num_supervised: int = 0
     num_anchors: int = 0
@@ -62,7 +64,7 @@ class CorpusMeta:
     @property
     def num_rows(self) -> int:
         """Rows that were read, kept or not."""
-        return self.num_documents + sum(self.rejects.values())
+        return self.num_documents + self.num_joined + sum(self.rejects.values())
 
 
 def write_meta(*, folder: Path, meta: CorpusMeta) -> None:

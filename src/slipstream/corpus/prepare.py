@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,9 @@ import numpy as np
 from slipstream.config import TargetInfo, read_target_info
 from slipstream.corpus.chat import ChatEncoder, Encoded
 from slipstream.corpus.conversation import Conversation, ConversationRefused, Reason, Reject, Remark
+from slipstream.corpus.joining import Turn, joined
 from slipstream.corpus.meta import CorpusMeta, template_fingerprint, tokenizer_fingerprint
-from slipstream.corpus.sources import check_sources, read_conversations
+from slipstream.corpus.sources import Source, open_sources, read_conversations
 from slipstream.corpus.store import StoreWriter, count_anchors
 from slipstream.errors import CorpusError
 
@@ -56,13 +57,13 @@ def prepare(
     options: PrepareOptions | None = None,
     on_progress: Callable[[PrepareProgress], None] | None = None,
 ) -> CorpusMeta:
-    """Write the conversations of JSON lines files as a corpus for a target and return its meta.
+    """Write the conversations of sources (the kinds are in `sources`) as a corpus for a target and return its meta.
 
     Raises `CorpusError` for sources that cannot be read, an `out` that is taken, a row that is refused under `strict`, and
     when no document is left; then nothing is written.
     """
     options = options or PrepareOptions()
-    paths = check_sources([Path(source) for source in sources])
+    opened = open_sources(sources)
     info = read_target_info(str(target))
     max_tokens = _max_tokens(options=options, info=info)
     identity = {
@@ -79,11 +80,11 @@ def prepare(
     with StoreWriter(out, overwrite=options.overwrite) as writer:
         encoder = ChatEncoder(info.folder, template_arguments=options.template_arguments)
         run = _Run(writer=writer, encoder=encoder, options=options, max_tokens=max_tokens)
-        run.read(paths=paths, on_progress=on_progress)
+        run.read(sources=opened, on_progress=on_progress)
         if not writer.num_documents:
             counts = ", ".join(f"{count} {reason}" for reason, count in sorted(writer.rejects.items())) or "no rows at all"
-            raise CorpusError(key="SRC", value=" ".join(map(str, paths)), rule=f"gives no document: {counts}")
-        return writer.finish(draft)
+            raise CorpusError(key="SRC", value=" ".join(source.name for source in opened), rule=f"gives no document: {counts}")
+        return writer.finish(replace(draft, num_joined=run.num_joined))
 
 
 @dataclass(slots=True)
@@ -95,16 +96,21 @@ class _Run:
     options: PrepareOptions
     max_tokens: int
     bytes_read: int = 0
+    num_joined: int = 0
+    held: Turn | None = None
+    """A row that the next one may continue."""
 
-    def read(self, *, paths: Sequence[Path], on_progress: Callable[[PrepareProgress], None] | None) -> None:
-        bytes_total = sum(path.stat().st_size for path in paths)
-        conversations = read_conversations(paths, on_reject=self.refuse, on_read=self.count_bytes)
+    def read(self, *, sources: Sequence[Source], on_progress: Callable[[PrepareProgress], None] | None) -> None:
+        bytes_total = sum(source.num_bytes for source in sources)
+        conversations = read_conversations(sources, on_reject=self.refuse, on_read=self.count_bytes)
         more = True
         while more:
             batch = list(islice(conversations, BATCH_CONVERSATIONS))
             more = bool(batch)
             for conversation, encoded in zip(batch, self.encoder.encode_batch(batch), strict=True):
-                self.keep(conversation, encoded)
+                self.take(conversation, encoded)
+            if not more:
+                self.let_go()
             if on_progress is not None:
                 on_progress(self.progress(bytes_total))
 
@@ -124,10 +130,28 @@ class _Run:
             raise ConversationRefused(reject)
         self.writer.reject(reject)
 
-    def keep(self, conversation: Conversation, encoded: Encoded | Reject) -> None:
+    def take(self, conversation: Conversation, encoded: Encoded | Reject) -> None:
         if isinstance(encoded, Reject):
             self.refuse(encoded)
             return
+        turn = Turn(conversation=conversation, encoded=encoded)
+        longer = joined(self.held, turn) if self.held is not None else None
+        if longer is not None:
+            self.num_joined += 1
+            self.held = longer
+            return
+        self.let_go()
+        if conversation.answer_token_ids is None:
+            self.keep(conversation, encoded)
+        else:
+            self.held = turn
+
+    def let_go(self) -> None:
+        if self.held is not None:
+            turn, self.held = self.held, None
+            self.keep(turn.conversation, turn.encoded)
+
+    def keep(self, conversation: Conversation, encoded: Encoded) -> None:
         ids, mask = encoded.token_ids[: self.max_tokens], encoded.loss_mask[: self.max_tokens]
         truncated = len(ids) < len(encoded.token_ids)
         problem = self.problem(ids=ids, mask=mask, was_trainable=count_anchors(encoded.loss_mask) > 0)
