@@ -47,6 +47,57 @@ def test_states_sum_to_wall_time_and_to_the_window(tmp_path: Path) -> None:
     assert split_by_kind(workers[2]["training"])["wait"] == pytest.approx(0.33, abs=0.01)
 
 
+def test_time_before_the_first_step_is_no_training(tmp_path: Path) -> None:
+    """The first validation belongs to step 0 and comes before it; samples of that time are in no mean."""
+    folder = make_run(tmp_path / "one", steps=50, workers=("worker-0",))
+    path = folder.spans / "worker-0.jsonl"
+    header, *rows = path.read_text().splitlines()
+    early = [["cpu", "hooks", 900_000, 50_000, None, 0], ["cpu", "validate", 1_000_000, 1_900_000, None, 0]]
+    path.write_text("\n".join([header, *map(json.dumps, early), *rows]) + "\n")
+    idle = {"gpu": 0, "utilisation": 0.0, "rank": 0, "ready": 0, "free": 0, "slots": 8}
+    for samples in (folder.gpus, folder.queues):
+        samples.write_text(
+            "".join(json.dumps({"time": BEGAN + time, **idle}) + "\n" for time in range(3)) + samples.read_text()
+        )
+    run = read_run(folder.root)
+    window = training_window(run)
+    assert window is not None
+    assert window[0] == pytest.approx(BEGAN + 3)
+    figures = run_figures(run)
+    assert figures["workers"][0]["training"].get("validate") is None
+    assert figures["gpus"][0]["utilisation"] == pytest.approx(0.75, abs=0.1)
+    assert figures["gpus"][0]["samples"] == figures["queues"][0]["samples"] == 25
+
+
+def test_a_worker_without_an_account_has_the_times_of_its_spans(tmp_path: Path) -> None:
+    """The process that answers validation prompts, which ends before anything is trained: its memory is that of its time."""
+    folder = make_run(tmp_path / "one", steps=50)
+    header = {
+        "kind": "start",
+        "worker": "answers",
+        "role": "answers",
+        "rank": 0,
+        "gpu": 0,
+        "pid": 9,
+        "unix_ns": int(BEGAN * 1e9),
+    }
+    rows = [header, ["cpu", "load", 0, 1_000_000, None, None], ["cpu", "target", 1_000_000, 3_000_000, None, None]]
+    (folder.spans / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    prediction = json.loads(folder.prediction.read_text())
+    prediction["memory"].append({"role": "answers", "rank": 0, "bytes": 2e9, "parts": {}})
+    folder.prediction.write_text(json.dumps(prediction))
+    samples = [json.loads(line) for line in folder.gpus.read_text().splitlines()]
+    early = {**samples[0], "time": BEGAN + 1, "gpu": 0, "memory_bytes": 3e9}
+    folder.gpus.write_text(
+        "".join(json.dumps(row) + "\n" for row in [early, *(row for row in samples if row["time"] > BEGAN + 4)])
+    )
+    figures = run_figures(read_run(folder.root))
+    [answers] = [worker for worker in figures["workers"] if worker["worker"] == "answers"]
+    assert answers["whole"] == {"target": 3.0, "load": 1.0}
+    assert answers["wall_seconds"] == 4.0
+    assert [row["gpu_bytes"] for row in figures["memory"] if row["role"] == "answers"] == [3e9]
+
+
 def test_kinds_are_shares_and_unknown_states_are_work() -> None:
     assert split_by_kind({"forward": 2, "wait_input": 1, "idle": 1, "mystery": 4}) == {
         "work": 0.75,
@@ -67,6 +118,23 @@ def test_stages_have_their_counts_and_percentiles(tmp_path: Path) -> None:
     assert forward["p50"] <= forward["p90"] <= forward["p99"] <= forward["longest"]
     assert rows["target-0", "gpu", "target"]["seconds_per_step"] is None
     assert ("drafter-0", "cpu", "warm_up") not in rows
+
+
+def test_pieces_of_a_span_count_as_one(tmp_path: Path) -> None:
+    """Spans are written while they go on, so that long ones come in pieces; a validation is interrupted besides."""
+    folder = make_run(tmp_path / "one", steps=50)
+    path = folder.spans / "drafter-0.jsonl"
+    last = json.loads(path.read_text().splitlines()[-1])
+    at = last[2] + last[3] + 1000
+    pieces = [
+        ["cpu", "backward", at, 400, 100, 50], ["cpu", "backward", at + 400, 600, 100, 50],
+        ["cpu", "validate", at + 1000, 1000, None, 50], ["cpu", "wait_gpu", at + 2000, 500, None, 50],
+        ["cpu", "validate", at + 2500, 3000, None, 50],
+    ]  # fmt: skip
+    path.write_text(path.read_text() + "".join(json.dumps(row) + "\n" for row in pieces))
+    rows = {(row["lane"], row["state"]): row for row in stage_rows(read_run(folder.root)) if row["worker"] == "drafter-0"}
+    assert rows["cpu", "backward"]["count"] == 101
+    assert (rows["cpu", "validate"]["count"], rows["cpu", "validate"]["longest"]) == (1, pytest.approx(0.004, abs=1e-6))
 
 
 def test_figures_tell_the_whole_run(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from planted_run import Plant, planted
 
-from slipstream.report import findings, findings_workers
+from slipstream.report import findings, findings_launch, findings_workers
 from slipstream.report.findings import Finding, percent, thousands
 from slipstream.report.reading import RunData
 from slipstream.report.verdict import Verdict, judge
@@ -192,7 +192,7 @@ def test_gaps_between_kernels_are_seen_by_the_driver_alone() -> None:
 
 @pytest.mark.parametrize(("device", "found"), [(0.9, True), (1.1, False)])
 def test_launching_counts_below_a_share_of_the_device(device: float, found: bool) -> None:
-    launch = 1 / (findings_workers.DEVICE_BUSY * device) - 1
+    launch = 1 / (findings_launch.DEVICE_BUSY * device) - 1
     plant = Plant(gpu=True, launch=launch, colocated=True, target=lambda pack: 0.05, use=lambda rank: 0.05)
     assert ("launch_bound" in kinds(judge(planted(plant)))) is found
 
@@ -200,7 +200,7 @@ def test_launching_counts_below_a_share_of_the_device(device: float, found: bool
 @pytest.mark.parametrize(("share", "found"), [(0.9, False), (1.1, True)])
 def test_launching_counts_above_a_share_of_the_thread(share: float, found: bool) -> None:
     """A thread that waits for its arrays for the rest of the time is not bound by launching."""
-    waits = 1 - findings_workers.LAUNCHED * share
+    waits = 1 - findings_launch.LAUNCHED * share
     plant = Plant(gpu=True, launch=1.0, colocated=True, build=0.22 / (1 - waits), target=lambda pack: 0.05)
     plant = replace(plant, use=lambda rank: 0.05)
     assert ("launch_bound" in kinds(judge(planted(plant)))) is found
@@ -209,7 +209,7 @@ def test_launching_counts_above_a_share_of_the_thread(share: float, found: bool)
 @pytest.mark.parametrize(("share", "found"), [(0.9, True), (1.1, False)])
 def test_a_thread_that_waits_for_its_device_is_not_bound_by_launching(share: float, found: bool) -> None:
     """The waits of the plant are for arrays; under another name they are for the device."""
-    waits = findings_workers.DEVICE_WAIT * share
+    waits = findings_launch.DEVICE_WAIT * share
     plant = Plant(gpu=True, launch=1.0, colocated=True, build=0.22 / (1 - waits), target=lambda pack: 0.05)
     run = planted(plant, use=lambda rank: 0.05)
     spans = run.spans["worker-0"]

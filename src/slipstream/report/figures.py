@@ -45,8 +45,8 @@ def run_figures(run: RunData) -> dict[str, Any]:
         "results": results(run),
         "workers": workers,
         "stages": stage_rows(run),
-        "queues": queue_rows(run.queues),
-        "gpus": gpu_rows(run.gpus),
+        "queues": queue_rows(run.queues, window=window),
+        "gpus": gpu_rows(run.gpus, window=window),
         "memory": memory_rows(run),
         "prediction": run.prediction,
         "plan": plan_summary(run),
@@ -98,11 +98,14 @@ def results(run: RunData) -> dict[str, Any]:
     return found
 
 
-def queue_rows(queues: Samples) -> list[dict[str, Any]]:
-    """One row a drafter rank: percentiles of packs and bytes that are ready, and shares of samples at empty and at full."""
+def queue_rows(queues: Samples, *, window: tuple[float, float] | None) -> list[dict[str, Any]]:
+    """One row a drafter rank: percentiles of packs and bytes that are ready, and shares of samples at empty and at full.
+
+    Of samples taken while the run trained, as in `gpu_rows`.
+    """
     rows = []
     for rank in np.unique(queues["rank"][np.isfinite(queues["rank"])]):
-        of_rank = queues.where("rank", float(rank))
+        of_rank = _in(window, queues.where("rank", float(rank)))
         ready, free, slots = of_rank["ready"], of_rank["free"], of_rank["slots"]
         row: dict[str, Any] = {"rank": int(rank), "samples": len(of_rank), "slots": _last(slots), "ready_mean": _mean(ready)}
         for percent in (10, 50, 90):
@@ -115,14 +118,18 @@ def queue_rows(queues: Samples) -> list[dict[str, Any]]:
     return rows
 
 
-def gpu_rows(gpus: Samples) -> list[dict[str, Any]]:
-    """One row a GPU: means of what its driver measured, and the most memory that was in use."""
+def gpu_rows(gpus: Samples, *, window: tuple[float, float] | None) -> list[dict[str, Any]]:
+    """One row a GPU: means of what its driver measured while the run trained, and the most memory that was ever in use.
+
+    Where there is no `window` (Unix seconds), or no sample in it, the means are of all samples.
+    """
     rows = []
     means = ("utilisation", "sm_active", "tensor_active", "power_watts", "pcie_tx_bytes_per_second", "pcie_rx_bytes_per_second")
     for gpu in np.unique(gpus["gpu"][np.isfinite(gpus["gpu"])]):
         of_gpu = gpus.where("gpu", float(gpu))
-        row: dict[str, Any] = {"gpu": int(gpu), "samples": len(of_gpu)}
-        row |= {name: _mean(of_gpu[name]) for name in means}
+        trained = _in(window, of_gpu)
+        row: dict[str, Any] = {"gpu": int(gpu), "samples": len(trained)}
+        row |= {name: _mean(trained[name]) for name in means}
         row["memory_bytes_most"] = _percentile(of_gpu["memory_bytes"], 100)
         row["memory_bytes_total"] = _last(of_gpu["memory_total_bytes"])
         rows.append(row)
@@ -133,15 +140,18 @@ def memory_rows(run: RunData) -> list[dict[str, Any]]:
     """Each process that was predicted, with the bytes that were measured of it.
 
     `peak_bytes` is what torch's allocator had handed out at most, told by the process at its end, and `off` how much more was
-    predicted, as a share; `gpu_bytes` the most that was taken on its GPU, by whomever; `host_bytes` the most that a drafter
-    without a GPU had resident, libraries included.
+    predicted, as a share; `gpu_bytes` the most that was taken on its GPU in its time, by whomever; `host_bytes` the most that a
+    drafter without a GPU had resident, libraries included.
     """
     told = {(line.get("role"), line.get("rank")): line for line in run.events if line.get("kind") == "memory"}
     rows = []
     for predicted in (run.prediction or {}).get("memory") or []:
         who = predicted["role"], predicted["rank"]
-        gpu = next((spans.gpu for spans in run.spans.values() if (spans.role, spans.rank) == who), None)
+        spans = next((spans for spans in run.spans.values() if (spans.role, spans.rank) == who), None)
+        gpu = None if spans is None else spans.gpu
         of_gpu = run.gpus.where("gpu", gpu) if gpu is not None and len(run.gpus) else None
+        if of_gpu is not None and spans is not None and len(spans):
+            of_gpu = of_gpu.between(float(spans.start.min()), float(spans.end.max()))
         on_host = gpu is None and who in (("drafter", 0), ("colocated", 0))
         peak = told[who].get("peak_bytes") if who in told else None
         rows.append({
@@ -177,6 +187,12 @@ def time_left(run: RunData) -> float | None:
     if run.ended or steps is None or not np.isfinite(seconds).any():
         return None
     return float(np.nanmean(seconds)) * max(0, int(steps) - steps_done(run))
+
+
+def _in(window: tuple[float, float] | None, samples: Samples) -> Samples:
+    """Those of a window, in Unix seconds; all where there is none, or none in it."""
+    inside = samples.between(*window) if window else samples
+    return inside if len(inside) else samples
 
 
 def _mean(values: Floats) -> float | None:

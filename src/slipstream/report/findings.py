@@ -153,7 +153,7 @@ def _layout_advice(measured: Measured) -> tuple[str, float | None, dict[str, Any
 def _target_bound(measured: Measured, *, starved: float, at_work: float) -> Finding:
     advice, gain, change, rates = _layout_advice(measured)
     if gain is None:
-        advice += "; plan.replays trains more often on what the target makes once"
+        advice += ", but plan.replays trains more often on what the target makes once"
     return Finding(
         kind="target_bound",
         sentence=f"drafters wait {percent(starved)} for hidden states; targets are at {percent(at_work)}",

@@ -1,13 +1,13 @@
-"""What costs time inside the workers, whoever waits for whom: ranks, launching, arrays, checkpoints, validation, compiling."""
+"""What costs time inside the workers, whoever waits for whom: ranks, arrays, checkpoints, validation, compiling."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from slipstream.report.findings import Finding, percent
+from slipstream.report.findings import Finding, Kind, percent
 from slipstream.report.measured import ONCE, PAUSES, USE, Measured, Worker
 from slipstream.report.reading import RunData, number
 
@@ -16,23 +16,23 @@ LOADER = 0.05
 IMBALANCE = 0.05
 """A rank that is later than the others by this share of a step holds them up."""
 PAUSE, VALIDATION = 0.03, 0.10
-"""Checkpoints and validation count from these shares on; advice aims at a third of them."""
-LAUNCHED, DEVICE_BUSY, DEVICE_WAIT = 0.80, 0.80, 0.10
-"""Launch-bound: the thread launches for the first share at least and waits for its device for less than the third, which
-works for less than the second."""
+"""Checkpoints and validation count from these shares on."""
+PAUSE_AIM, VALIDATION_AIM = 0.01, 0.05
+"""Shares that the advice aims at."""
+LEAST_VALIDATIONS = 3
+"""So many validations of a run are left by the advice: without them nobody knows when to stop."""
 RECOMPILES = 0.01
 """Compiling after warm-up counts from this share on."""
 
 
 def worker_findings(measured: Measured, *, run: RunData) -> list[Finding]:
-    """Whatever of it is there."""
+    """Whatever of it is there, launching aside (`findings_launch`)."""
     recipe = run.recipe
     found = [
         _loader(measured),
         _imbalance(measured),
         _checkpoints(measured, every=recipe.get("checkpoint", {}).get("every_steps")),
-        _validation(measured, every=recipe.get("validation", {}).get("every_steps")),
-        _launch(measured, plan=recipe.get("plan", {})),
+        _validation(measured, section=recipe.get("validation", {})),
         _recompiles(measured, run=run),
     ]
     return [finding for finding in found if finding is not None]
@@ -89,102 +89,87 @@ def _imbalance(measured: Measured) -> Finding | None:
 
 
 def _checkpoints(measured: Measured, *, every: Any) -> Finding | None:
-    return _pause(
+    worker = _most(measured, "checkpoint", "wait_disk")
+    share = worker.share("checkpoint", "wait_disk")
+    if share < PAUSE:
+        return None
+    return _rarer(
         measured,
         kind="checkpoint_stalls",
-        states=("checkpoint", "wait_disk"),
-        least=PAUSE,
-        sentence=lambda name, share, worker: (
-            f"{name} spends {percent(share)} on checkpoints, {percent(worker.share('wait_disk'))} waiting for the disk"
-        ),
+        sentence=f"{worker.name} spends {percent(share)} on checkpoints, {percent(worker.share('wait_disk'))} waiting for the "
+        "disk",
+        share=share,
         key="checkpoint.every_steps",
         every=every,
+        times=_times(share, aim=PAUSE_AIM),
+        numbers={state: worker.share(state) for state in ("checkpoint", "wait_disk")},
     )
 
 
-def _validation(measured: Measured, *, every: Any) -> Finding | None:
-    return _pause(
+def _validation(measured: Measured, *, section: Mapping[str, Any]) -> Finding | None:
+    """Rarer, so that it costs what is aimed at or as few are left as may be; where that is so already, with fewer prompts."""
+    worker = _most(measured, "validate")
+    share, every = worker.share("validate"), section.get("every_steps")
+    if share < VALIDATION:
+        return None
+    times = _times(share, aim=VALIDATION_AIM)
+    if isinstance(every, int):
+        times = min(times, measured.work.num_steps // (every * LEAST_VALIDATIONS))
+    sentence = f"{worker.name} spends {percent(share)} on validation, while nothing is trained"
+    prompts = section.get("max_prompts")
+    if times < 2 and isinstance(prompts, int) and prompts > 1:
+        gain = _gain(measured, share * measured.step_seconds / 2)
+        return Finding(
+            kind="slow_validation",
+            sentence=sentence,
+            share_lost=_lost(measured, share * measured.step_seconds),
+            advice=f"validate with half the prompts, validation.max_prompts {prompts} -> {prompts // 2}, which is predicted to "
+            f"give {percent(gain, sign=True)} if a prompt costs what the others do",
+            predicted_gain=gain,
+            numbers={"validate": share},
+            change={"validation.max_prompts": prompts // 2},
+        )
+    return _rarer(
         measured,
         kind="slow_validation",
-        states=("validate",),
-        least=VALIDATION,
-        sentence=lambda name, share, worker: f"{name} spends {percent(share)} on validation, while nothing is trained",
+        sentence=sentence,
+        share=share,
         key="validation.every_steps",
         every=every,
+        times=max(2, times),
+        numbers={"validate": share},
     )
 
 
-def _pause(
-    measured: Measured,
-    *,
-    kind: Any,
-    states: Sequence[str],
-    least: float,
-    sentence: Callable[[str, float, Worker], str],
-    key: str,
-    every: Any,
-) -> Finding | None:
-    """Side jobs that training waits for, so many times a run; doing them less often is the advice."""
+def _most(measured: Measured, *states: str) -> Worker:
+    """The process that trains least for their sake."""
     assert set(states) <= set(PAUSES)
-    worst = max(measured.trainers, key=lambda worker: worker.share(*states))
-    share, step = worst.share(*states), measured.step_seconds
-    if share < least:
-        return None
-    change: dict[str, Any] = {}
-    advice, saved = f"raise {key}", share * step
-    if isinstance(every, int):
-        times = int(np.ceil(share / (least / 3)))
-        change = {key: every * times}
-        advice, saved = f"{key} {every} -> {every * times}", share * step * (1 - 1 / times)
-    gain = _gain(measured, saved)
+    return max(measured.trainers, key=lambda worker: worker.share(*states))
+
+
+def _times(share: float, *, aim: float) -> int:
+    """How many times as rare something must be that takes a share of the time, to take the share aimed at."""
+    return int(np.ceil(share * (1 - aim) / (aim * (1 - share))))
+
+
+def _rarer(
+    measured: Measured, *, kind: Kind, sentence: str, share: float, key: str, every: Any, times: int, numbers: dict[str, float]
+) -> Finding:
+    """Side jobs that training waits for: to do them less often is the advice."""
+    step = measured.step_seconds
+    known = isinstance(every, int)
+    gain = _gain(measured, share * step * (1 - 1 / times))
+    left = share / times / (1 - share + share / times)
+    raised = f"raise {key} from {every} to {every * times}" if known else f"do it {times} times as rarely, by {key}"
     return Finding(
         kind=kind,
-        sentence=sentence(worst.name, share, worst),
+        sentence=sentence,
         share_lost=_lost(measured, share * step),
-        advice=f"{advice} is predicted to give {percent(gain, sign=True)}",
+        advice=f"{raised}: it then takes {percent(left)}, which is predicted to give {percent(gain, sign=True)}",
         predicted_gain=gain,
-        numbers={state: worst.share(state) for state in states},
-        change=change,
+        numbers=numbers,
+        change={key: every * times} if known else {},
     )
-
-
-def _launch(measured: Measured, *, plan: dict[str, Any]) -> Finding | None:
-    """A device that idles while its thread is busy launching: what it is given is too small."""
-    found = [worker for worker in measured.workers if _is_launch_bound(worker)]
-    if not found:
-        return None
-    worst = max(found, key=lambda worker: _launching(worker) - (_device(worker) or 0.0))
-    step, launching, device = measured.step_seconds, _launching(worst), _device(worst) or 0.0
-    gain = launching / max(launching / 2, device) - 1
-    change = {f"plan.{key}": 2 * plan[key] for key in ("pack_tokens", "pack_anchors") if isinstance(plan.get(key), int)}
-    per_step = plan.get("packs_per_step")
-    if isinstance(per_step, int) and per_step % (2 * len(measured.trainers)) == 0:
-        change["plan.packs_per_step"] = per_step // 2
-    return Finding(
-        kind="launch_bound",
-        sentence=f"{worst.name} launches for {launching * step * 1e3:.0f} ms of a step, its GPU works for "
-        f"{device * step * 1e3:.0f} ms: the GPU waits for the CPU",
-        share_lost=(launching - device) / len(measured.workers),
-        advice=f"give the GPU more at once: packs twice as large are predicted to give {percent(gain, sign=True)}",
-        predicted_gain=gain,
-        numbers={"launch_seconds": launching * step, "device_seconds": device * step},
-        change=change,
-    )
-
-
-def _launching(worker: Worker) -> float:
-    return worker.share("target", "publish", *USE, *ONCE)
-
-
-def _device(worker: Worker) -> float | None:
-    """Share in which its device worked: by NVML, which leaves gaps between kernels out, else by its timed stages."""
-    return worker.gpu_busy if worker.active is None else worker.active
-
-
-def _is_launch_bound(worker: Worker) -> bool:
-    device = _device(worker)
-    busy = _launching(worker) >= LAUNCHED and worker.share("wait_gpu") < DEVICE_WAIT
-    return device is not None and device < DEVICE_BUSY and busy
 
 
 def _recompiles(measured: Measured, *, run: RunData) -> Finding | None:

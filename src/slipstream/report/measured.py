@@ -30,7 +30,8 @@ PAUSES = ("validate", "checkpoint", "wait_disk")
 class Worker:
     """One worker in the window. `shares` of its own thread's time and `gpu` of its device's, by state; `loader` the share in
     which its thread of arrays built some. `gpu` is empty where no device was timed; a stage's time on it includes the gaps
-    between its kernels. `active` is the share in which any kernel ran on its GPU, by NVML; none where that is not known."""
+    between its kernels. `active` is the share of the time outside pauses in which any kernel ran on its GPU, by NVML; none
+    where that is not known."""
 
     name: str
     role: str
@@ -48,6 +49,16 @@ class Worker:
     def gpu_busy(self) -> float | None:
         """Share of the window in which its stages ran on the device; none without a device."""
         return sum(share for state, share in self.gpu.items() if state != "wait_peer") if self.gpu else None
+
+    @property
+    def paused(self) -> float:
+        """Share in which validation, checkpoints or the disk kept it from its steps."""
+        return self.share(*PAUSES)
+
+    @property
+    def device(self) -> float | None:
+        """Share in which its device worked on its steps: by NVML, which leaves gaps out, else by timed stages."""
+        return self.gpu_busy if self.active is None else self.active * (1 - self.paused)
 
     def lost(self, *waits: str) -> float:
         """Share lost to waits: a thread that waits while its device still works loses nothing."""
@@ -93,6 +104,16 @@ class Measured:
         return (self.end - self.begin) / self.steps
 
     @property
+    def paused(self) -> float:
+        """Share of the window in which no steps were made, for validation, checkpoints or the disk."""
+        return max(worker.paused for worker in self.trainers)
+
+    @property
+    def steady_rate(self) -> float:
+        """Trained context tokens a second over what pauses leave of the window."""
+        return self.rate / max(1 - self.paused, 1e-9)
+
+    @property
     def targets(self) -> list[Worker]:
         """Target processes of a split run."""
         return [worker for worker in self.workers if worker.role == "target"]
@@ -132,7 +153,7 @@ def measure(run: RunData, *, window: float | None = None) -> Measured | None:
         return None
     begin, end, count = float(ends[0]), float(ends[-1]), len(ends) - 1
     workers = [
-        replace(worker_in(found, begin=begin, end=end), active=_active(run, gpu=found.gpu, begin=begin, end=end))
+        replace(worker_in(found, begin=begin, end=end), active=_active(run, spans=found, begin=begin, end=end))
         for _, found in sorted(spans.items())
     ]
     if not any(worker.cost(*USE) for worker in workers):
@@ -227,13 +248,22 @@ def worker_in(spans: Spans, *, begin: float, end: float) -> Worker:
     )
 
 
-def _active(run: RunData, *, gpu: int | None, begin: float, end: float) -> float | None:
-    """Mean share of time in which a kernel ran on a GPU, as NVML sampled it in the window."""
-    if gpu is None or not len(run.gpus):
+def _active(run: RunData, *, spans: Spans, begin: float, end: float) -> float | None:
+    """Mean share of time in which a kernel ran on a worker's GPU, of NVML's samples that no pause of the worker touches.
+
+    A sample tells of the time since the one before it.
+    """
+    if spans.gpu is None or not len(run.gpus):
         return None
-    found = run.gpus.where("gpu", gpu).between(begin, end)["utilisation"]
-    found = found[np.isfinite(found)]
-    return float(found.mean()) if len(found) else None
+    found = run.gpus.where("gpu", spans.gpu).between(begin, end)
+    times = found["time"]
+    pauses = spans.of_lane("cpu").between(begin, end)
+    pauses = pauses.pick(np.isin(pauses.state, [code for code, name in enumerate(pauses.state_names) if name in PAUSES]))
+    since = np.concatenate(([begin], times[:-1]))
+    touched = np.searchsorted(pauses.start, times) > np.searchsorted(pauses.end, since, side="right")
+    used = found["utilisation"][~touched]
+    used = used[np.isfinite(used)]
+    return float(used.mean()) if len(used) else None
 
 
 def _layout(workers: Sequence[Worker]) -> Layout:
@@ -263,20 +293,26 @@ def _costs(
     tokens: float,
     name: str,
 ) -> StageCosts:
-    """Stage costs as measured: those of the drafter in the mean over its ranks, of pauses and of the reduction as they bind."""
+    """Stage costs as measured: those of the drafter in the mean over its ranks, of pauses and of the reduction as they bind.
+
+    A process that does both launches one stage while its device works on the other: together they take less than alone.
+    """
     trainers = [worker for worker in workers if worker.role != "target"]
     makers = [worker for worker in workers if worker.role == "target"] or trainers
     uses = work.packs_per_step / len(trainers)
+    alone = [worker.cost(*TARGET) + worker.cost(*USE) for worker in trainers]
+    together = [worker.cost(*TARGET, *USE) for worker in trainers]
     made = sum(worker.cost(*TARGET) for worker in makers) * step / (work.packs_per_step / work.replays)
     peers = min(max(worker.share("wait_peer"), worker.gpu.get("wait_peer", 0.0)) for worker in trainers) * step
     ranks = len(trainers)
     return StageCosts(
-        target_seconds_per_pack=float(np.mean(packs)) if packs else made,
+        target_seconds_per_pack=max(float(np.mean(packs)), made if layout.mode == "colocated" else 0.0) if packs else made,
         drafter_seconds_per_use=float(np.mean([worker.cost(*USE) for worker in trainers])) * step / uses,
         tokens_per_pack=tokens / work.packs_per_step,
         step_seconds=float(np.mean([worker.cost(*ONCE) for worker in trainers])) * step,
-        pause_seconds_per_step=max(worker.share(*PAUSES) for worker in trainers) * step,
+        pause_seconds_per_step=max(worker.paused for worker in trainers) * step,
         reduce_seconds=peers / (2 * (ranks - 1) / ranks) if ranks > 1 else 0.0,
+        colocated_ratio=sum(alone) / sum(together) if layout.mode == "colocated" else 1.0,
         source=f"measured in {name}",
     )
 

@@ -9,6 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+TOUCHING = 2e-6
+"""Seconds: spans are written in whole microseconds."""
+
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
@@ -69,6 +72,18 @@ class Spans:
         counted = np.bincount(self.state, minlength=len(self.state_names))
         order = np.argsort(-totals, kind="stable")
         return {self.state_names[code]: float(totals[code]) for code in order if counted[code]}
+
+
+def join_pieces(spans: Spans) -> Spans:
+    """The spans of one lane with those joined that follow each other at once in one state, pack and step: pieces of one, which
+    was written while it went on."""
+    if len(spans) < 2:
+        return spans
+    same = np.abs(spans.start[1:] - spans.end[:-1]) < TOUCHING
+    for column in (spans.state, spans.pack, spans.step):
+        same &= column[1:] == column[:-1]
+    first = np.flatnonzero(np.concatenate(([True], ~same)))
+    return replace(spans.pick(first), seconds=np.add.reduceat(spans.seconds, first))
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,13 @@ import numpy as np
 
 from slipstream.observe.states import IDLE, STATES, is_wait
 from slipstream.report.reading import RunData
-from slipstream.report.spans import Spans
+from slipstream.report.spans import Spans, join_pieces
 
 PERCENTILES = (50, 90, 99)
+BEFORE_STEPS = ("hooks", "validate", "wait_gpu")
+"""States that a worker may be in on behalf of step 0 before it makes that step: the first validation, above all."""
+BY_STEP = ("validate", "checkpoint")
+"""Stages that other states interrupt: all of it that belongs to a step counts as one."""
 
 
 def worker_order(worker: str) -> tuple[int, str, int]:
@@ -36,12 +40,14 @@ def account_totals(lines: Sequence[dict[str, Any]]) -> tuple[float, dict[str, fl
 
 
 def training_window(run: RunData) -> tuple[float, float] | None:
-    """Unix seconds from the first to the last span that belongs to a step; none when no step was made."""
+    """Unix seconds from the first span of the first step to the last span of a step; none when no step was made."""
     begins, ends = [], []
     for spans in run.spans.values():
         tagged = spans.pick(spans.step >= 0)
-        if len(tagged):
-            begins.append(float(tagged.start.min()))
+        before = [code for code, state in enumerate(spans.state_names) if state in BEFORE_STEPS]
+        made = tagged.pick(~np.isin(tagged.state, before))
+        if len(made):
+            begins.append(float(made.start.min()))
             ends.append(float(tagged.end.max()))
     return (min(begins), max(ends)) if begins else None
 
@@ -49,13 +55,17 @@ def training_window(run: RunData) -> tuple[float, float] | None:
 def worker_times(run: RunData) -> list[dict[str, Any]]:
     """One entry a worker: who it is, its wall seconds, and seconds by state whole, while the run trained, and on its GPU.
 
-    The first comes from the accounts and sums to wall time; the others from spans, with what no span covers as idle.
+    The first comes from the accounts and sums to wall time, or from the spans of a worker that keeps no account; the others
+    from spans, with what no span covers as idle.
     """
     window = training_window(run)
     found = []
     for worker in sorted(set(run.accounts) | set(run.spans), key=worker_order):
         wall, states = account_totals(run.accounts.get(worker, []))
         spans = run.spans.get(worker)
+        if worker not in run.accounts and spans is not None:
+            states = spans.of_lane("cpu").seconds_by_state()
+            wall = sum(states.values())
         entry: dict[str, Any] = {
             "worker": worker,
             "role": spans.role if spans else worker.rsplit("-", 1)[0],
@@ -96,19 +106,23 @@ def split_by_kind(states: dict[str, float]) -> dict[str, float]:
 def stage_rows(run: RunData) -> list[dict[str, Any]]:
     """How long each stage takes: one row a worker, lane and state, with count, total, mean and percentiles in seconds.
 
-    Only while the run trained. `seconds_per_step` is the total over the steps that this worker's lane has spans of.
+    Only while the run trained. A span that was cut as it was written counts as one, and so does all of a validation.
+    `seconds_per_step` is the total over the steps that this worker's lane has spans of.
     """
     window = training_window(run)
     rows: list[dict[str, Any]] = []
     for worker, spans in run.spans.items():
         for lane in spans.lane_names:
             inside = spans.of_lane(lane)
-            inside = inside.between(*window) if window else inside
+            inside = join_pieces(inside.between(*window) if window else inside)
             steps = len(np.unique(inside.step[inside.step >= 0]))
             order = np.argsort(inside.state, kind="stable")
             borders = np.searchsorted(inside.state[order], np.arange(len(spans.state_names) + 1))
             for code, state in enumerate(spans.state_names):
-                seconds = inside.seconds[order[borders[code] : borders[code + 1]]]
+                found = order[borders[code] : borders[code + 1]]
+                seconds = inside.seconds[found]
+                if state in BY_STEP:
+                    seconds = np.bincount(np.unique(inside.step[found], return_inverse=True)[1], weights=seconds)
                 if len(seconds):
                     total = float(seconds.sum())
                     levels = np.percentile(seconds, PERCENTILES)

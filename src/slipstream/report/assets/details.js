@@ -20,7 +20,9 @@ function queuesSection(model, charts) {
   const bytes = { number: true, text: formatBytes };
   const share = { number: true, text: (value) => formatShare(value) };
   return section("queues", "Queues of hidden states",
-    note("Packs that lie ready for a drafter rank. Always empty: the targets are slow. Always full: the drafter is. Swinging between both: bursts."),
+    note(model.figures.workers.some((worker) => worker.role === "target")
+      ? "Packs that lie ready for a drafter rank. Always empty: the targets are slow. Always full: the drafter is. Swinging between both: bursts."
+      : "Packs that a process has made ahead of the steps that train on them. The table: while it trained."),
     element("div", { class: "charts" }, charts.map((chart) => chart.root)),
     table(rows, [
       ["rank", (row) => row.rank, { number: true }], ["slots", (row) => row.slots, { number: true }],
@@ -37,7 +39,7 @@ function gpusSection(model, charts) {
   const share = { number: true, text: (value) => formatShare(value) };
   const rate = { number: true, text: (value) => (known(value) ? `${formatBytes(value)}/s` : "–") };
   return section("gpus", "Use of the GPUs",
-    note("Utilisation: some kernel ran. SM active: shares of multiprocessors with work. Tensor active: shares of cycles in which tensor cores computed."),
+    note("The table: means while it trained, validation included. Utilisation: some kernel ran. SM active: shares of multiprocessors with work. Tensor active: shares of cycles in which tensor cores computed."),
     element("div", { class: "charts" }, charts.map((chart) => chart.root)),
     table(rows, [
       ["GPU", (row) => row.gpu, { number: true }], ["utilisation", (row) => row.utilisation, share], ["SM active", (row) => row.sm_active, share],
@@ -60,20 +62,22 @@ function memorySection(model) {
     ["predicted parts", (row) => Object.entries(row.parts || {}).map(([name, size]) => `${name.replaceAll("_", " ")} ${formatBytes(size)}`).join(", "), { class: "wrap quiet" }],
   ];
   return section("memory", "Memory, predicted and used",
-    note("Measured peak: what torch had handed out at most. On the GPU: taken by whomever, context and libraries included. In host memory: the whole process."),
+    note("Measured peak: what torch had handed out at most. On the GPU: taken by whomever while the process ran, context and libraries included. In host memory: the whole process."),
     table(rows, columns.filter(([, value]) => rows.some((row) => known(value(row))))));
 }
 
 function predictionSection(model) {
-  const { prediction, rates } = model.figures;
-  const found = prediction && prediction.throughput && prediction.throughput.tokens_per_second;
+  const { prediction } = model.figures;
+  const { verdict } = model;
+  const found = verdict.predicted_tokens_per_second ?? prediction?.throughput?.tokens_per_second;
   if (!known(found)) return null;
-  const measured = model.verdict.tokens_per_second ?? rates.context_tokens_per_second;
-  const error = measured ? found / measured - 1 : null;
-  const stages = Object.entries(prediction.stages || {});
+  const tested = known(verdict.prediction_error) ? `, measured ${formatRate(verdict.steady_tokens_per_second)}: the prediction was ${formatGain(verdict.prediction_error)} off.` : ", not tested yet.";
+  const stages = Object.keys(prediction.stages || {});
+  const costs = verdict.costs || {};
+  const value = { number: true };
   return section("prediction", "Throughput, predicted and measured",
-    element("p", {}, `Predicted ${formatRate(found)} tokens/s, measured ${formatRate(measured)}: the prediction was ${known(error) ? `${formatGain(error)} off` : "not tested"}.`),
-    stages.length ? table(stages, [["stage", ([name]) => name.replaceAll("_", " ")], ["predicted from", ([, value]) => value, { number: true }]]) : null);
+    element("p", {}, `Outside validation and checkpoints: predicted ${formatRate(found)} tokens/s${tested}`),
+    stages.length ? table(stages, [["stage", (name) => name.replaceAll("_", " ")], ["predicted from", (name) => prediction.stages[name], value], ["measured", (name) => costs[name], value]]) : null);
 }
 
 function planSection(model, chart) {

@@ -15,9 +15,10 @@ function drawHeader(model, live) {
 
 function verdictSection(model, live) {
   const { verdict, figures } = model;
-  // The headline opens with the first finding: it is not told twice.
+  // The headline opens with the first finding, and the first of its advice: it is not told twice.
   const [first] = verdict.findings;
   const told = first && verdict.headline.includes(first.sentence);
+  const more = first ? first.advice.split("; ").slice(1) : [];
   const findings = verdict.findings.slice(told ? 1 : 0).map((finding) =>
     element("li", { "data-kind": finding.kind },
       element("span", { class: "kind" }, finding.kind.replaceAll("_", " ")),
@@ -28,6 +29,7 @@ function verdictSection(model, live) {
     element("p", { class: "headline" }, verdict.headline),
     told ? element("p", { class: "tag", "data-kind": first.kind }, first.kind.replaceAll("_", " "),
       known(first.share_lost) ? [" · ", element("b", {}, formatShare(first.share_lost)), " of the time is lost to it"] : null) : null,
+    told && more.length ? element("p", { class: "advice" }, `Also: ${more.join("; ")}.`) : null,
     figures.cause ? element("p", { class: "note" }, `It ended because: ${figures.cause}`) : null,
     findings.length ? element("ol", {}, findings) : null,
     live && !model.ended ? element("p", { class: "note" }, "Of the newest five minutes; the report is of the whole run.") : null);
@@ -40,11 +42,11 @@ function keyFigures(model) {
   const { rates, results } = figures;
   const validation = results.validation;
   const best = validation ? `best ${formatNumber(validation.best.acceptance_length, 3)}, step ${formatNumber(validation.best.step)}` : "";
-  // Over wall time, as the verdict has it, validations and checkpoints included; within steps where it has none.
+  // Over wall time, as the verdict has it, validations and checkpoints included; and what they leave of it.
   const overall = model.verdict.tokens_per_second;
-  const predicted = known(rates.predicted_tokens_per_second) ? `predicted ${formatRate(rates.predicted_tokens_per_second)}` : `${formatRate(rates.context_tokens_per_second)} within steps`;
+  const within = `${formatRate(model.verdict.steady_tokens_per_second ?? rates.context_tokens_per_second)} within steps`;
   const items = [
-    ["Context tokens/s", formatRate(overall ?? rates.context_tokens_per_second), predicted],
+    ["Context tokens/s", formatRate(overall ?? rates.context_tokens_per_second), within],
     ["Acceptance, validated", validation ? formatNumber(validation.last.acceptance_length, 3) : "–", best],
     ["Acceptance, training", formatNumber(results.acceptance_length, 3), `accuracy ${formatShare(results.accuracy, 1)}`],
     ["Loss", formatNumber(results.loss, 3), results.skipped_steps ? `${results.skipped_steps} steps skipped` : "no step skipped"],
@@ -78,7 +80,7 @@ function timeSection(model) {
   const { workers } = model.figures;
   const dropped = workers.reduce((sum, worker) => sum + worker.dropped_spans, 0);
   return section("time", "Where the time went",
-    note("Every second of a worker is in one state. The first two are from the first to the last span of a step."),
+    note("Every second of a worker is in one state. The first two are from the first to the last span of a step; on the GPU only the stages of a step are timed, so validation counts as idle there."),
     dropped ? note(`${formatNumber(dropped)} spans could not be kept: lanes have holes, the accounts below do not.`) : null,
     parts.map(([title, states]) => {
       const shown = workers.filter((worker) => Object.keys(states(worker)).length);
