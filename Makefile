@@ -22,9 +22,9 @@ check: $(INSTALLED)
 	@$(BIN)/mypy src
 	@$(BIN)/python -m pytest tests/test_guards_*.py
 
-# The documentation, as a folder of pages: open site/index.html.
 docs: $(INSTALLED)
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	@echo "site/index.html; with search: $(BIN)/python -m http.server --directory site"
 
 # Needs a CUDA device; says so where there is none.
 bench: $(INSTALLED)
@@ -36,8 +36,12 @@ bench: $(INSTALLED)
 test-slow: $(INSTALLED)
 	@$(BIN)/python -m pytest -m slow
 
+# Needs a CUDA device. Four processes beside each other, a file at a time in each; tests/conftest.py says what they share.
+GPU_RUN := -m gpu -n 4 --dist loadfile --no-loadscope-reorder --timeout 240
+GPU_FILES = $(shell grep -rlE 'mark\.gpu' tests --include='test_*.py' | sort)
+
 test-gpu: $(INSTALLED)
-	@$(BIN)/python -m pytest -m gpu
+	@$(BIN)/python -m pytest $(GPU_RUN) $(GPU_FILES)
 
 # Opens the report and the live page in a headless Chromium that is on PATH.
 test-browser: $(INSTALLED)
