@@ -1,6 +1,6 @@
 """Whole runs on GPUs: target and drafter as two processes on one, ranks over NCCL on two; the weights are those of one process.
 
-Targets have made-up weights at a size whose kernels exist. Each run starts processes that compile: about half a minute.
+Targets have made-up weights at a size whose kernels exist. Each run starts processes that compile: about a minute.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def train(material: dict[str, str], runs: Path, *, name: str, on_report: Any = N
         "target__dtype": "bfloat16",
         "plan__pack_tokens": 256,
         "plan__pack_anchors": 64,
-        "plan__epochs": 4,
+        "plan__epochs": 8,
         "drafter__num_layers": 2,
         "drafter__block_size": 8,
         "drafter__mask_token_id": MASK_TOKEN,

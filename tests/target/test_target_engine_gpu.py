@@ -1,7 +1,7 @@
 """The target on a GPU: states as transformers has them, documents apart to the bit, no waiting, no growing, the right kernels.
 
-The hybrid has the delta heads of the 27B shape (16 and 48 of 128): FLA's kernels are compiled and tuned by head counts, and
-what a bench tuned at full size is found again here.
+The hybrid has the delta heads of the 27B shape (16 and 48 of 128): FLA's kernels are compiled and tuned by head counts. That
+is what its first test waits for.
 """
 
 from __future__ import annotations
@@ -211,29 +211,34 @@ def test_a_bad_document_costs_itself_alone(info, kind):
 
 
 def test_a_capture_never_waits_and_nothing_grows(target):
+    """Four captures ahead of the device, which is what a loop's slots allow."""
     packs = [make_pack(seed=seed) for seed in range(2)] + [
         make_pack((900, 20, 64, 65), seed=7),
         make_pack((PACK_TOKENS,), seed=8),
     ]
     slot = empty_slot(packs[0])
-    for pack in packs * 2:
-        target.capture(pack, hidden_TKD=slot)
-    torch.cuda.synchronize()
 
-    def grown():
-        return torch.cuda.memory_stats()["num_device_alloc"], torch.cuda.host_memory_stats()["num_host_alloc"]
-
-    before = grown()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        for pack in packs * 5:
+    def capture_all():
+        for pack in packs:
             target.capture(pack, hidden_TKD=slot)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    torch.cuda.synchronize()
-    device, pinned = (after - earlier for after, earlier in zip(grown(), before, strict=True))
-    assert device == 0
-    assert pinned <= 1, "a run-ahead CPU may have one more buffer in flight than during warm-up"
+
+    for _ in range(2):
+        capture_all()
+        torch.cuda.synchronize()
+    before = allocated()
+    for _ in range(5):
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            capture_all()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        torch.cuda.synchronize()
+    assert allocated() == before
+
+
+def allocated():
+    """How often the driver was asked for memory on the device, and for page-locked memory."""
+    return torch.cuda.memory_stats()["num_device_alloc"], torch.cuda.host_memory_stats()["num_host_alloc"]
 
 
 def test_the_kernels_are_those_we_meant(target, kind):
@@ -266,6 +271,7 @@ def test_sliding_windows_count_inside_a_document(target, info, kind):
 def test_without_its_kernels_a_target_is_refused(info, kind, monkeypatch):
     monkeypatch.setitem(sys.modules, "fla", None)
     monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", None)
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", None)
     with pytest.raises(TargetError, match="nothing slower takes its place"):
         load_target(info=info, dtype="bfloat16", tap_layers=TAPS, device="cuda")
 

@@ -33,8 +33,8 @@ from slipstream.transport.widened import widened
 pytestmark = pytest.mark.gpu
 LAYOUT = SlotLayout(pack_tokens=1024, num_taps=4, hidden_size=512, dtype="bfloat16")
 SCALED = SlotLayout(pack_tokens=1024, num_taps=4, hidden_size=512, dtype="float8_e4m3")
-LONG = 40_000_000
-"""Clock cycles of a sleep that no launch outlasts: some 20 ms."""
+LONG = 100_000_000
+"""Clock cycles of a sleep that no launch outlasts, on busy cores neither: some 50 ms."""
 
 
 class Sleepy(CudaStreams):
