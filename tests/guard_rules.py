@@ -45,7 +45,7 @@ SIZE_EXCEPTIONS: Mapping[str, str] = {}
 SYNCHRONISING = ("item", "cpu", "tolist", "nonzero", "synchronize", "is_nonzero", "numpy")
 TARGET_ENGINE = (
     "target/engine.py", "target/frame.py", "target/kernels.py", "target/elementwise.py",
-    "target/fused.py", "target/attention.py", "target/delta_net.py",
+    "target/fused.py", "target/attention.py", "target/delta_net.py", "target/recorded.py",
     "target/float8.py", "target/float8_elementwise.py", "target/float8_kernels.py", "target/float8_layers.py",
 )  # fmt: skip
 HOT = ("trainer/loop.py", "drafter/*.py", "objective/*.py", "target/huggingface.py", "target/capture.py", *TARGET_ENGINE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -242,25 +243,41 @@ def test_missing_kernels_are_refused_by_name(monkeypatch):
     monkeypatch.setitem(sys.modules, "fla", None)
     with pytest.raises(TargetError, match=r"flash-linear-attention.*nothing slower"):
         kernels.cuda_kernels(hybrid=True)
-    monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", None)
-    with pytest.raises(TargetError, match="variable-length attention"):
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", Operator(arguments=("query", "cum_seq_q")))
+    with pytest.raises(TargetError, match="variable-length flash attention"):
         kernels.cuda_kernels(hybrid=False)
 
 
+class Operator:
+    """Stands in for an operator of torch: its schema, and what it was called with."""
+
+    def __init__(self, *, arguments) -> None:
+        self.default = self
+        self.asked = []
+        self._schema = SimpleNamespace(arguments=[SimpleNamespace(name=name) for name in arguments])
+
+    def __call__(self, query, key, value, *others, **keys):
+        self.asked.append((*others, keys))
+        return query, None, None, None, None
+
+
+def test_torch_has_the_operator_of_packed_attention():
+    assert kernels.cuda_kernels(hybrid=False).attention is not None
+
+
 def test_flash_attention_is_asked_for_causal_windows_inside_documents(monkeypatch):
-    asked = []
-
-    def varlen_attn(query, key, value, cu_q, cu_k, max_q, max_k, *, scale=None, window_size=(-1, -1)):
-        asked.append((cu_q.tolist(), cu_k is cu_q, max_q, max_k, scale, window_size))
-        return query
-
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
+    """In the words of `varlen_attn`, whose window of (-1, 0) is the causal flag."""
+    known = [argument.name for argument in torch.ops.aten._flash_attention_forward.default._schema.arguments]
+    operator = Operator(arguments=known)
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", operator)
     made = kernels.cuda_kernels(hybrid=False)
     frame, states = frame_of(make_pack()), torch.zeros(96, 2, 16)
     for window in (None, 12, 30):
-        made.attend(states, states, states, frame=frame, scale=0.5, window=window)
+        assert made.attend(states, states, states, frame=frame, scale=0.5, window=window) is states
     borders = [0, 30, 47, 72, 73, 82, 96]
-    assert asked == [(borders, True, 30, 30, 0.5, (left, 0)) for left in (-1, 11, -1)]
+    for (cu_q, cu_k, *numbers, keys), left in zip(operator.asked, (-1, 11, -1), strict=True):
+        assert (cu_q.tolist(), cu_k is cu_q, numbers) == (borders, True, [30, 30, 0.0, left == -1, False])
+        assert keys == {"scale": 0.5, "window_size_left": left, "window_size_right": 0}
     assert made.calls["attention"] == 3
 
 
@@ -272,7 +289,15 @@ def test_compiled_elementwise_equals_the_plain_functions():
     cases = {
         "rms_norm": (torch.randn(8, 16), scale, 1e-6),
         "swiglu": (torch.randn(8, 32),),
-        "rotate_heads": (torch.randn(8, 80)[:, 16:].unflatten(1, (4, 16)), cos, sin, scale, 1e-6),
+        "rotate_both": (
+            torch.randn(8, 80)[:, 16:].unflatten(1, (4, 16)),
+            torch.randn(8, 2, 16),
+            cos,
+            sin,
+            scale,
+            None,
+            1e-6,
+        ),
         "gate_heads": (heads, gates),
         "delta_gates": (torch.randn(8, 4), torch.randn(8, 4), torch.rand(4), torch.rand(4)),
         "gated_norm": (heads, gates, scale, 1e-6),

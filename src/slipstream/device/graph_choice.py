@@ -1,4 +1,4 @@
-"""Whether a step is replayed from recordings: decided by what a rehearsed step costs the CPU and takes in all.
+"""Whether a step, or a target's pack, is replayed from recordings: by what a rehearsed one costs the CPU and takes in all.
 
 A step whose launching takes most of its time waits for the CPU, kernel by kernel; there recordings pay. One that is
 launched in a fraction of its time gains nothing, and its activations are too large to be held by a pool of their own.
@@ -69,10 +69,10 @@ def time_steps(
     return StepTimes(launch_seconds=min(launches), step_seconds=min(wholes))
 
 
-def should_record(times: StepTimes, *, wish: Wish) -> tuple[bool, str]:
-    """Whether to record, and the reason in words."""
+def should_record(times: StepTimes, *, wish: Wish, of: str = "a step") -> tuple[bool, str]:
+    """Whether to record, and the reason in words; `of` says what was timed."""
     share = times.launch_seconds / times.step_seconds
-    told = f"launching takes {times.launch_seconds * 1e3:.1f} of {times.step_seconds * 1e3:.1f} ms of a step"
+    told = f"launching takes {times.launch_seconds * 1e3:.1f} of {times.step_seconds * 1e3:.1f} ms of {of}"
     if wish != "auto":
         return wish == "on", f'placement.cuda_graphs = "{wish}"; {told}'
     than = "more" if share > LAUNCH_SHARE else "not more"

@@ -110,14 +110,10 @@ class AttentionMixer(nn.Module):
             value.unflatten(1, (key_heads, -1)),
         )
         cos_TR, sin_TR = (part.expand(*frame.token_ids_RL.shape, -1).flatten(0, 1) for part in rotation)
-        attended_THE = kernels.attend(
-            ops.rotate_heads(query[..., :size], cos_TR, sin_TR, self.q_norm_scale, self.eps),
-            ops.rotate_heads(key, cos_TR, sin_TR, self.k_norm_scale, self.eps),
-            value,
-            frame=frame,
-            scale=self.scale,
-            window=self.window,
+        query_THE, key_TGE = ops.rotate_both(
+            query[..., :size], key, cos_TR, sin_TR, self.q_norm_scale, self.k_norm_scale, self.eps
         )
+        attended_THE = kernels.attend(query_THE, key_TGE, value, frame=frame, scale=self.scale, window=self.window)
         return attended_THE, query[..., size:] if self.gated else None
 
 

@@ -40,6 +40,19 @@ def rotate_heads(heads_THE: Tensor, cos_TR: Tensor, sin_TR: Tensor, scale_E: Ten
     return torch.cat((turned, passed), dim=-1).to(heads_THE.dtype)
 
 
+def rotate_both(
+    query_THE: Tensor,
+    key_TGE: Tensor,
+    cos_TR: Tensor,
+    sin_TR: Tensor,
+    query_scale_E: Tensor | None,
+    key_scale_E: Tensor | None,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """`rotate_heads` of queries and of keys, in one call."""
+    return rotate_heads(query_THE, cos_TR, sin_TR, query_scale_E, eps), rotate_heads(key_TGE, cos_TR, sin_TR, key_scale_E, eps)
+
+
 def gate_heads(attended_THE: Tensor, gate_THE: Tensor) -> Tensor:
     """`attended * sigmoid(gate)` as rows `[T, H * E]`."""
     return gated(attended_THE, gate_THE).to(attended_THE.dtype).flatten(1)
@@ -96,7 +109,7 @@ class Elementwise:
 
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     swiglu: Callable[[Tensor], Tensor]
-    rotate_heads: Callable[[Tensor, Tensor, Tensor, Tensor | None, float], Tensor]
+    rotate_both: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, float], tuple[Tensor, Tensor]]
     gate_heads: Callable[[Tensor, Tensor], Tensor]
     delta_gates: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
     gated_norm: Callable[[Tensor, Tensor, Tensor, float], Tensor]
@@ -106,7 +119,7 @@ class Elementwise:
 EAGER = Elementwise(
     rms_norm=rms_norm,
     swiglu=swiglu,
-    rotate_heads=rotate_heads,
+    rotate_both=rotate_both,
     gate_heads=gate_heads,
     delta_gates=delta_gates,
     gated_norm=gated_norm,

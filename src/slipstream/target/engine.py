@@ -10,11 +10,12 @@ from collections import Counter
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from slipstream.errors import TargetError
 from slipstream.target.attention import PACKED_ATTENTION
 from slipstream.target.float8_layers import Float8Layer
-from slipstream.target.frame import Frame, FrameRing, send_frame
+from slipstream.target.frame import Frame, FrameRing, FrameSize, send_frame
 from slipstream.target.fused import can_fuse, fuse_layers
 from slipstream.target.kernels import Kernels
 from slipstream.target.layouts import Forward
@@ -69,10 +70,35 @@ class Engine:
             return "fused, float8"
         return "fused" if self.fused else "transformers"
 
-    def frame(self, forward: Forward, *, num_tokens: int, packed: bool) -> Frame:
-        """Send a forward's inputs and borders to the device. `num_tokens`: the real tokens of a packed row."""
+    @property
+    def unrecordable(self) -> str | None:
+        """Why its forward cannot be recorded once for many packs, in words; none where it can be."""
+        if not self.fused:
+            return "its layers are those of transformers"
+        if self._hybrid:
+            return "its delta nets launch as many programs as a pack's documents need"
+        return None
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether a layer's attention has a window: one that is wider than the longest sequence is none."""
+        return getattr(self._model.config, "sliding_window", None) is not None
+
+    def frame(
+        self,
+        forward: Forward,
+        *,
+        num_tokens: int,
+        packed: bool,
+        size: FrameSize | None = None,
+        memory: Tensor | None = None,
+    ) -> Frame:
+        """Send a forward's inputs and borders to the device. `num_tokens`: the real tokens of a packed row.
+
+        `size` and `memory` as in `send_frame`.
+        """
         compiled = packed and forward.token_ids.size >= COMPILE_FROM_TOKENS and self._ring is not None
-        return send_frame(forward, num_tokens=num_tokens, ring=self._ring, compiled=compiled)
+        return send_frame(forward, num_tokens=num_tokens, ring=self._ring, compiled=compiled, size=size, memory=memory)
 
     def run(self, frame: Frame) -> Any:
         """The model's output for a frame. Raises `TargetError` if a layer went around the kernels that it should launch."""

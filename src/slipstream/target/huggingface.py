@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from slipstream.config import TargetInfo
+from slipstream.device.recorder import Recorder
 from slipstream.errors import TargetError
 from slipstream.records import Int64Array, Pack
 from slipstream.target.capture import SlotWriter
@@ -21,10 +22,12 @@ from slipstream.target.engine import Engine
 from slipstream.target.fingerprint import fingerprint_target
 from slipstream.target.float8 import check_device
 from slipstream.target.float8_layers import quantise_decoder
+from slipstream.target.frame import FrameSize
 from slipstream.target.isolation import Leak, measure_leak, probe_pack
 from slipstream.target.kernels import Kernels, cuda_kernels
 from slipstream.target.layouts import Forward, Packing, lay_out
 from slipstream.target.loading import decoder_layers, load_decoder, load_full
+from slipstream.target.recorded import RecordedForwards, SlotMemory
 
 __all__ = ["HuggingFaceTarget", "load_full", "load_target"]
 
@@ -39,7 +42,8 @@ states would depend on what else is in the pack."""
 class HuggingFaceTarget:
     """A frozen transformers model, cut after its last tap. Made by `load_target`.
 
-    With `kernels` the model is rebuilt around them (`engine`), without it runs as transformers has it.
+    With `kernels` the model is rebuilt around them (`engine`), without it runs as transformers has it. After `record` packs are
+    replayed where they fit a recording, and launched where not: the same bits.
     """
 
     def __init__(
@@ -61,6 +65,8 @@ class HuggingFaceTarget:
         layers = decoder_layers(model, count=model.config.num_hidden_layers)
         self._writer = SlotWriter(layers=[layers[tap] for tap in self.tap_layers], device=self._device)
         self._longest = _longest_document(model.config)
+        self._sizes: tuple[FrameSize, ...] = ()
+        self._recorded: RecordedForwards | None = None
 
     @property
     def num_taps(self) -> int:
@@ -71,6 +77,12 @@ class HuggingFaceTarget:
     def hidden_size(self) -> int:
         """D."""
         return self.info.hidden_size
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the hidden states that it computes."""
+        dtype: torch.dtype = self._model.dtype
+        return dtype
 
     @property
     def bad_rows(self) -> Tensor:
@@ -95,10 +107,46 @@ class HuggingFaceTarget:
     def hidden_states(self, pack: Pack, *, packing: Packing) -> Tensor:
         """Hidden states `[T, K, D]` of a pack under any packing, in the target's own type, in new memory: for proofs."""
         shape = (pack.capacity_tokens, self.num_taps, self.hidden_size)
-        hidden_TKD = torch.zeros(shape, dtype=self._model.dtype, device=self._device)
+        hidden_TKD = torch.zeros(shape, dtype=self.dtype, device=self._device)
         last_hidden_TD = torch.zeros_like(hidden_TKD[:, 0]) if self.last_hidden else None
         self._capture(pack, packing=packing, hidden_TKD=hidden_TKD, last_hidden_TD=last_hidden_TD, scale_TK=None)
         return hidden_TKD
+
+    @property
+    def unrecordable(self) -> str | None:
+        """Why its packed forward cannot be recorded, in words; none where it can be."""
+        if self.engine is None:
+            return "it runs as transformers has it"
+        if self.packing is not Packing.PACKED:
+            return f"documents run {self.packing.value}"
+        if self._longest is not None:
+            return "its rotary embedding reads back the longest position"
+        return self.engine.unrecordable
+
+    def fill_frames(self, sizes: Sequence[FrameSize]) -> None:
+        """Say which sizes hold the packs to come. Where attention has windows, launched forwards take them too: which kernel
+        runs depends on the longest sequence there, and replayed forwards have that of their size.
+        """
+        self._sizes = tuple(sorted(sizes, key=lambda size: size.num_sequences))
+
+    def record(self, recorder: Recorder, *, sizes: Sequence[FrameSize], slot: SlotMemory, example: Pack) -> int:
+        """Record the packed forward, for warm-up: packs that one of `sizes` holds are replayed from then on, into slots like
+        `slot`, which is used up for it. Every size holds the `example`. Returns the bytes that recordings keep.
+        """
+        assert self.unrecordable is None, self.unrecordable
+        assert self.engine is not None
+        (forward,) = lay_out(example, packing=Packing.PACKED)
+        self.fill_frames(sizes)
+        self._recorded = RecordedForwards(
+            engine=self.engine,
+            writer=self._writer,
+            sizes=sizes,
+            slot=slot,
+            example=forward,
+            num_tokens=example.num_tokens,
+            recorder=recorder,
+        )
+        return self._recorded.nbytes + recorder.nbytes
 
     def leak(self, *, packing: Packing, pack: Pack | None = None) -> Leak:
         """How far documents reach each other under a packing, on a given pack or on short random documents."""
@@ -111,11 +159,16 @@ class HuggingFaceTarget:
         assert hidden_TKD.shape == (pack.capacity_tokens, self.num_taps, self.hidden_size), hidden_TKD.shape
         assert (last_hidden_TD is not None) == self.last_hidden, "last_hidden slots go with last_hidden=True, and only so"
         self._refuse_long_documents(pack)
+        forwards = lay_out(pack, packing=packing)
         with torch.inference_mode():
+            if self._recorded is not None and packing is Packing.PACKED and forwards:
+                slot = SlotMemory(hidden_TKD=hidden_TKD, scale_TK=scale_TK, last_hidden_TD=last_hidden_TD)
+                if self._recorded.replay(forwards[0], num_tokens=pack.num_tokens, slot=slot):
+                    return pack.num_tokens
             self._writer.open(hidden_TKD, num_tokens=pack.num_tokens, scale_TK=scale_TK)
             if last_hidden_TD is not None:
                 last_hidden_TD[pack.num_tokens :].zero_()
-            for forward in lay_out(pack, packing=packing):
+            for forward in forwards:
                 output = self._run(forward, packed=packing is Packing.PACKED, num_tokens=pack.num_tokens)
                 if last_hidden_TD is not None:
                     self._writer.write_rows(last_hidden_TD, output.last_hidden_state)
@@ -124,7 +177,8 @@ class HuggingFaceTarget:
 
     def _run(self, forward: Forward, *, packed: bool, num_tokens: int) -> Any:
         if self.engine is not None:
-            frame = self.engine.frame(forward, num_tokens=num_tokens, packed=packed)
+            size = self._size_of(forward, num_tokens=num_tokens) if packed and self.engine.has_windows else None
+            frame = self.engine.frame(forward, num_tokens=num_tokens, packed=packed, size=size)
             self._writer.expect(forward.spans, frame=frame if packed else None)
             return self.engine.run(frame)
         self._writer.expect(forward.spans)
@@ -134,6 +188,9 @@ class HuggingFaceTarget:
             position_ids=self._to_device(forward.position_ids),
             use_cache=False,
         )
+
+    def _size_of(self, forward: Forward, *, num_tokens: int) -> FrameSize | None:
+        return next((size for size in self._sizes if size.holds(forward.cu_seqlens, num_tokens=num_tokens)), None)
 
     def _to_device(self, array: Int64Array) -> Tensor:
         tensor = torch.from_numpy(array)

@@ -8,7 +8,6 @@ Shape letters: T tokens of a row · H query or value heads · G key heads · E h
 
 from __future__ import annotations
 
-import inspect
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -83,19 +82,14 @@ def cuda_kernels(*, hybrid: bool, float8: bool = False) -> Kernels:
 
 
 def _flash_attention() -> Attention:
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError as error:
-        raise _missing("variable-length attention (torch.nn.attention.varlen)", "install torch 2.11 or newer") from error
-    # Up to torch 2.11 grouped heads need no leave; later they must be asked for.
-    grouped: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+    flash = _flash_operator()
 
     def attention(
         query_THE: Tensor, key_TGE: Tensor, value_TGE: Tensor, *, frame: Frame, scale: float, window: int | None
     ) -> Tensor:
         borders, longest = frame.cu_seqlens_M, frame.longest
         left = -1 if window is None or window >= longest else window - 1
-        attended = varlen_attn(
+        attended: Tensor = flash(
             query_THE,
             key_TGE,
             value_TGE,
@@ -103,14 +97,29 @@ def _flash_attention() -> Attention:
             borders,
             longest,
             longest,
+            0.0,  # dropout
+            left == -1,  # causal without a window; with one, the window to the right says it
+            False,  # debug mask
             scale=scale,
-            window_size=(left, 0),
-            **grouped,
-        )
-        assert isinstance(attended, Tensor)
+            window_size_left=left,
+            window_size_right=0,
+        )[0]
         return attended
 
     return attention
+
+
+def _flash_operator() -> Any:
+    """What `torch.nn.attention.varlen.varlen_attn` calls, without the operator in Python around it and the zeros it fills.
+
+    The longest sequence only sets how many blocks are launched (and whether a window is none); what lies past a sequence's end
+    returns at once, so sequences may be empty, and `longest` longer than any: mha_varlen_fwd in torch's flash_api.cpp.
+    """
+    operator: Any = torch.ops.aten._flash_attention_forward.default
+    known = {argument.name for argument in operator._schema.arguments}
+    if not {"cum_seq_q", "window_size_left", "window_size_right"} <= known:
+        raise _missing("variable-length flash attention with windows", "install torch 2.11 or newer")
+    return operator
 
 
 def _fla_kernels() -> tuple[Convolution, DeltaRule]:
@@ -160,6 +169,6 @@ def _missing(what: str, hint: str) -> TargetError:
     return TargetError(
         key="placement.device",
         value="cuda",
-        rule=f"this target needs {what}, which cannot be imported (torch {torch.__version__}); nothing slower takes its place",
+        rule=f"this target needs {what}, which cannot be had (torch {torch.__version__}); nothing slower takes its place",
         hint=hint,
     )
