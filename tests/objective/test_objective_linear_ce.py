@@ -44,6 +44,22 @@ def test_loss_hits_and_gradient_equal_the_reference(dtype: torch.dtype, chunk_ro
         assert torch.equal(hit, logits.argmax(dim=-1) == labels)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("chunk_rows", [16, 64, 4096])
+def test_in_the_place_of_the_rows_everything_is_the_same(dtype: torch.dtype, chunk_rows: int) -> None:
+    hidden, head, labels = inputs(dtype)
+    weight, found = torch.rand(150, generator=torch.Generator().manual_seed(1)), []
+    for overwrite in (False, True):
+        leaf = hidden.detach().clone().requires_grad_()
+        rows = leaf * 1.0  # a leaf that needs a gradient cannot be written to
+        loss, hit = linear_ce(rows, head, labels, chunk_rows, num_rows=140, overwrite=overwrite)
+        assert torch.equal(rows[:140], leaf[:140]) is not overwrite
+        (loss * weight).sum().backward()
+        assert leaf.grad is not None
+        found.append((loss.detach(), hit, leaf.grad[:140]))
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
 def test_hits_are_the_argmax_that_decoding_takes() -> None:
     hidden, head, _ = inputs(torch.bfloat16)
     labels = (hidden @ head.t()).argmax(dim=-1)

@@ -60,7 +60,10 @@ class LiveBytes(TorchDispatchMode):
 
 @contextmanager
 def as_one_kernel(live: LiveBytes, *modules: Any) -> Iterator[None]:
-    """Inside, `run` of these modules' `ew` allocates its results and nothing else, as a compiled function does."""
+    """Inside, `run` of these modules' `ew` allocates its results and nothing else, as a compiled function does.
+
+    A function without results, which writes to its arguments, allocates nothing.
+    """
     elementwise = modules[0].ew
     before = elementwise.run
 
@@ -72,6 +75,8 @@ def as_one_kernel(live: LiveBytes, *modules: Any) -> Iterator[None]:
                 shapes = function(*plain)
         finally:
             live.paused = False
+        if shapes is None:
+            return None
         results = shapes if isinstance(shapes, tuple) else (shapes,)
         made = tuple(torch.empty(result.shape, dtype=result.dtype, device="meta") for result in results)
         del shapes, results

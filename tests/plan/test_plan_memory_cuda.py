@@ -18,7 +18,7 @@ from slipstream.drafter.dflash import PASSES, DFlashDrafter
 from slipstream.launch.bench import SHAPES, DrafterWork
 from slipstream.launch.bench.drafter_work import make_columns
 from slipstream.launch.bench.target import TARGETS, random_info
-from slipstream.objective import block_loss
+from slipstream.objective import BlockLossParts
 from slipstream.observe import Account
 from slipstream.plan.memory_drafter import DrafterLoad, array_bytes, drafter_items, flat_elements
 from slipstream.plan.memory_items import DRAFTING, GIB, MemoryItem, Moment, peak_moment, slot_bytes
@@ -33,7 +33,7 @@ from slipstream.trainer.placing import Placed
 from slipstream.trainer.tally import StepTally
 
 META = torch.device("meta")
-LINEAR_CE = sys.modules[block_loss.__module__.replace("block_loss", "linear_ce")]  # the package shows a function of that name
+LINEAR_CE = sys.modules["slipstream.objective.linear_ce"]  # the package shows a function of that name
 WIDE = dataclasses.replace(SHAPES["smollm2"], intermediate_size=96, vocab_size=60_000)
 NARROW = dataclasses.replace(SHAPES["smollm2"], num_layers=2, layer_types=("full",) * 2, vocab_size=512, intermediate_size=64)
 
@@ -108,16 +108,19 @@ def test_a_step_holds_what_the_plan_says(on_meta: LiveBytes, shape: Any, work: D
         persistent = live.now + slot
         hidden_TKD = torch.empty(load.tokens, shape.num_taps, shape.hidden_size, dtype=torch.bfloat16, device=META)
 
-        def loss(**arguments: Any) -> Any:
-            live.reset()
-            sums = block_loss(**arguments, objective=ObjectiveSection(chunk_rows=work.chunk_rows))
-            peaks["loss"] = max(live.peak, peaks.get("loss", 0))
-            live.reset()
-            return sums
+        class Watched(BlockLossParts):
+            def sum_up(self, *rows: Any, **keys: Any) -> Any:
+                peaks["forward"] = max(live.peak, peaks.get("forward", 0))
+                live.reset()
+                sums = BlockLossParts.sum_up(self, *rows, **keys)
+                peaks["loss"] = max(live.peak, peaks.get("loss", 0))
+                live.reset()
+                return sums
 
         column_pass = ColumnPass(
-            drafter=drafter, ends=_Ends(head_VD), loss=loss, noise=None, target_fingerprint="t", device=META,
+            drafter=drafter, ends=_Ends(head_VD), loss=None, noise=None, target_fingerprint="t", device=META,
             account=Account("memory"), placing=Placing(live, load),
+            parts=Watched(ObjectiveSection(chunk_rows=work.chunk_rows)),
         )  # fmt: skip
         optimizer.zero_grad()
         for column in columns:
@@ -126,12 +129,14 @@ def test_a_step_holds_what_the_plan_says(on_meta: LiveBytes, shape: Any, work: D
                 target_fingerprint="t",
             )  # fmt: skip
             staged = dataclasses.replace(column, staged=object())  # type: ignore[arg-type]
+            live.reset()
             column_pass(pack, staged, denominator=1.0, tally=tally)
             peaks["backward"] = max(live.peak, peaks.get("backward", 0))
             assert live.now == pytest.approx(persistent, rel=1e-6), "a pack leaves nothing behind"
     assert peaks["loss"] == pytest.approx(at(items, "loss") + slot, rel=2e-3)
     backward = max(at(items, moment) for moment in DRAFTING[2:])
     assert peaks["backward"] == pytest.approx(backward + slot, rel=1e-2)
+    assert max(peaks.values()) == pytest.approx(max(at(items, moment) for moment in DRAFTING) + slot, rel=1e-2)
 
 
 @dataclasses.dataclass
@@ -153,17 +158,13 @@ def test_arrays_of_a_use_are_those_that_travel() -> None:
     assert array_bytes(load) == ArrayLayout.of(arrays).nbytes
 
 
-@pytest.mark.parametrize(
-    ("packs", "measured_gib"), [(1, 43.3)], ids=["one H200, 27B shape, one pack (LAB_LOG, first run of the CUDA engine)"]
-)
-def test_the_measured_drafter_step_is_met(packs: int, measured_gib: float) -> None:
-    work = DrafterWork(packs=packs)
-    load = load_of(SHAPES["qwen3.6-27b"], work)
+@pytest.mark.parametrize(("chunk_rows", "most_gib"), [(3328, 42.6), (1664, 41.9)])
+def test_a_step_of_the_27b_shape_keeps_below_its_goal(chunk_rows: int, most_gib: float) -> None:
+    """Its predecessor, which held 43.3 GiB on an H200 (LAB_LOG, first run of the CUDA engine), was predicted to hold 43.3."""
+    load = load_of(SHAPES["qwen3.6-27b"], DrafterWork(chunk_rows=chunk_rows))
     slot = slot_bytes(pack_tokens=load.tokens, num_taps=5, hidden_size=5120, dtype="bfloat16")
     items = (*drafter_items(load, device="cuda"), MemoryItem("pack", slot, "T K D"))
-    moment, nbytes = peak_moment(items, without=("loading",))
-    assert moment == "gradients of an MLP"
-    assert nbytes / GIB == pytest.approx(measured_gib, rel=0.01)
+    assert peak_moment(items, without=("loading",))[1] / GIB < most_gib
 
 
 @pytest.mark.parametrize(("tokens", "measured_gib"), [(16384, 49.7)], ids=["one H200, 62 layers of the 27B shape"])

@@ -12,6 +12,7 @@ from built_run import SHAPE, Built, make_recipe
 from cuda_trace import WINDOW, TracedSteps, read_trace, thread_ids
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from slipstream.objective import BlockLossParts
 from slipstream.trainer import build, complete_checkpoints, read_cursor
 from slipstream.trainer.build import Gpu
 from slipstream.trainer.checkpoint import read_checkpoint
@@ -215,16 +216,18 @@ class StateAtEachStep(Hook):
 def test_a_step_that_is_not_finite_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, dtype: str, value: float
 ) -> None:
-    loss = build.block_loss
+    class Damaged(BlockLossParts):
+        def gather(self, hidden_NBD, batch):
+            if batch.step == 3 and what == "gradient":
+                hidden_NBD.register_hook(lambda gradient: gradient * value)
+            return BlockLossParts.gather(self, hidden_NBD, batch)
 
-    def damaged(*, hidden_NBD, batch, **keys):
-        if batch.step == 3 and what == "gradient":
-            hidden_NBD.register_hook(lambda gradient: gradient * value)
-        found = loss(hidden_NBD=hidden_NBD, batch=batch, **keys)
-        add = value if batch.step == 3 and what == "loss" else 0.0
-        return dataclasses.replace(found, loss_sum=found.loss_sum + add)
+        def sum_up(self, *rows, batch, **keys):
+            found = BlockLossParts.sum_up(self, *rows, batch=batch, **keys)
+            add = value if batch.step == 3 and what == "loss" else 0.0
+            return dataclasses.replace(found, loss_sum=found.loss_sum + add)
 
-    monkeypatch.setattr(build, "block_loss", damaged)
+    monkeypatch.setattr(build, "BlockLossParts", Damaged)
     run = gpu_run(tmp_path, plan={"epochs": 1}, drafter={"dtype": dtype})
     if what == "row":
         pack_id = run.planner.step(3).uses[1].pack_id

@@ -20,7 +20,7 @@ from slipstream.config import DrafterShape
 from slipstream.config.recipe import LayerType
 from slipstream.drafter.attention import SdpaAttention, choose_attention
 from slipstream.drafter.decode import DraftContext
-from slipstream.drafter.fused import BlockRows, fused_layers, fused_norm
+from slipstream.drafter.fused import BlockRows, fused_context, fused_layers, fused_norm
 from slipstream.drafter.layers import DecoderLayer, Linear, RMSNorm, Rope, rope_tables
 from slipstream.drafter.masks import IntArray, Spans, make_spans
 from slipstream.records import BlockBatch, BoolArray
@@ -108,14 +108,14 @@ class DFlashDrafter(nn.Module):
         Context rows that no anchor sees, padding above all, may hold anything, NaN included: they are replaced by 0.
         """
         masks = self.make_masks(batch) if masks is None else masks
-        seen_T = _seen_rows(batch)
-        hidden_TKD = torch.where(seen_T[:, None, None], hidden_TKD, torch.zeros((), dtype=hidden_TKD.dtype, device=self.device))
         return PASSES[self.device.type](self, hidden_TKD, batch, embedding_VD, masks)
 
     def module_pass(
         self, hidden_TKD: torch.Tensor, batch: BlockBatch, embedding_VD: torch.Tensor, masks: Masks
     ) -> torch.Tensor:
         """The training pass through the modules that decoding uses, differentiated by autograd."""
+        seen_T = _seen_rows(batch)
+        hidden_TKD = torch.where(seen_T[:, None, None], hidden_TKD, torch.zeros((), dtype=hidden_TKD.dtype, device=self.device))
         context_TD = self._fuse(hidden_TKD)
         context_rope = self._rope(batch.context_positions_T)
         own_rope = self._rope(batch.positions_NB.flatten())
@@ -128,8 +128,11 @@ class DFlashDrafter(nn.Module):
         return output.view(*batch.positions_NB.shape, -1)
 
     def fused_pass(self, hidden_TKD: torch.Tensor, batch: BlockBatch, embedding_VD: torch.Tensor, masks: Masks) -> torch.Tensor:
-        """The same in few large steps (`fused.py`); slot 0, which predicts nothing, is left 0."""
-        context_TD = fused_norm(self.fc(hidden_TKD.to(self.dtype).flatten(1)), self.hidden_norm)
+        """The same in few large steps (`fused.py`); slot 0, which predicts nothing, is left 0.
+
+        Until backward is over nobody may write to `hidden_TKD`.
+        """
+        context_TD = fused_norm(fused_context(hidden_TKD, _seen_rows(batch), self.fc.weight), self.hidden_norm)
         blocks, size = batch.positions_NB.shape
         # every slot after the anchor holds the mask token: `make_block_batch` fills blocks so
         tokens_U = torch.cat((batch.block_token_ids_NB[:, 0], batch.block_token_ids_NB[0, 1:2]))

@@ -87,15 +87,18 @@ def gated(gate_RF: torch.Tensor, up_RF: torch.Tensor) -> torch.Tensor:
     return F.silu(gate_RF) * up_RF
 
 
-def gated_backward(
-    grad_RF: torch.Tensor, gate_RF: torch.Tensor, up_RF: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients by gate and up, and the product itself once more: made anew here, it need not be kept."""
+def gated_backward(grad_RF: torch.Tensor, gate_RF: torch.Tensor, up_RF: torch.Tensor) -> None:
+    """Gradients by gate and up in the place of both, and in that of `grad_RF` the product itself, which need not be kept.
+
+    On CUDA one kernel, which allocates nothing: an MLP is the widest that there is.
+    """
     grad, gate, up = grad_RF.float(), gate_RF.float(), up_RF.float()
     share = torch.sigmoid(gate)
     silu = gate * share
-    by_gate = grad * up * (share + silu * (1.0 - share))
-    return by_gate.to(gate_RF.dtype), (grad * silu).to(up_RF.dtype), (silu * up).to(gate_RF.dtype)
+    by_gate, by_up, product = grad * up * (share + silu * (1.0 - share)), grad * silu, silu * up
+    gate_RF.copy_(by_gate)
+    up_RF.copy_(by_up)
+    grad_RF.copy_(product)
 
 
 def spread(rows_UF: torch.Tensor, block_size: int) -> torch.Tensor:

@@ -37,17 +37,18 @@ def block_loss(*, hidden_NBD: torch.Tensor, head_VD: torch.Tensor, batch: BlockB
 
     A row that is not finite makes the loss non-finite if it is supervised, and changes nothing if it is not.
     """
-    hidden_MD, labels_M = supervised_rows(hidden_NBD, batch)
-    loss_M, hit_M = linear_ce(hidden_MD, head_VD, labels_M, objective.chunk_rows, num_rows=batch.num_rows)
-    return weigh_rows(loss_M, hit_M, batch=batch, objective=objective)
+    parts = BlockLossParts(objective)
+    hidden_MD, labels_M = parts.gather(hidden_NBD, batch)
+    return parts.sum_up(hidden_MD, labels_M, head_VD=head_VD, batch=batch)
 
 
 @dataclass(frozen=True, slots=True)
 class BlockLossParts:
-    """`block_loss` in parts: `gather` and `weigh` launch the same for every batch, `fill` as many products as there are rows.
+    """`block_loss` in parts: `gather`, after which nobody needs all hidden states any more, and `sum_up`.
 
-    What `block_loss` differentiates by itself is put together by hand: the gradient of `weigh` by `loss_M`, then `spread`,
-    then that of `gather` by `hidden_NBD`. Each part runs the kernels of the whole.
+    Or, to be recorded, in smaller ones: `gather` and `weigh` launch the same for every batch, `fill` as many products as there
+    are rows. What is differentiated by itself otherwise is put together by hand then: the gradient of `weigh` by `loss_M`,
+    then `spread`, then that of `gather` by `hidden_NBD`. Each part runs the kernels of the whole.
     """
 
     objective: ObjectiveSection
@@ -55,6 +56,12 @@ class BlockLossParts:
     def gather(self, hidden_NBD: torch.Tensor, batch: BlockBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows of the loss `[M, D]`, differentiable, and their labels int64 `[M]`."""
         return supervised_rows(hidden_NBD, batch)
+
+    def sum_up(self, hidden_MD: torch.Tensor, labels_M: torch.Tensor, *, head_VD: torch.Tensor, batch: BlockBatch) -> BlockLoss:
+        """Sums of a batch from the rows of `gather`, `loss_sum` differentiable in them; what they hold is lost."""
+        chunk_rows, rows = self.objective.chunk_rows, batch.num_rows
+        loss_M, hit_M = linear_ce(hidden_MD, head_VD, labels_M, chunk_rows, num_rows=rows, overwrite=True)
+        return self.weigh(loss_M, hit_M, batch=batch)
 
     def fill(
         self,

@@ -28,19 +28,26 @@ class RowPass(Protocol):
 
 
 def linear_ce(
-    hidden_MD: torch.Tensor, head_VD: torch.Tensor, labels_M: torch.Tensor, chunk_rows: int, *, num_rows: int | None = None
+    hidden_MD: torch.Tensor,
+    head_VD: torch.Tensor,
+    labels_M: torch.Tensor,
+    chunk_rows: int,
+    *,
+    num_rows: int | None = None,
+    overwrite: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Loss fp32 `[M]`, differentiable in `hidden_MD`, and whether the label is the argmax, bool `[M]`.
 
     `hidden_MD` and `head_VD` share a float type, in which the matrix products run; logits and softmax are fp32. The head
     must not require a gradient. Without a gradient to form, only the forward product is paid. Rows from `num_rows` on are
-    padding: loss 0, no hit, nothing computed; their weight must be 0.
+    padding: loss 0, no hit, nothing computed; their weight must be 0. With `overwrite` u takes the place of `hidden_MD`, chunk
+    by chunk, for rows that are nobody else's.
     """
     assert not head_VD.requires_grad, "the head is the target's and frozen"
     assert hidden_MD.dtype == head_VD.dtype, f"hidden states are {hidden_MD.dtype}, the head is {head_VD.dtype}"
     keep = torch.is_grad_enabled() and hidden_MD.requires_grad
     rows = len(hidden_MD) if num_rows is None else num_rows
-    loss, hit = _LinearCrossEntropy.apply(hidden_MD, head_VD, labels_M, chunk_rows, rows, keep)
+    loss, hit = _LinearCrossEntropy.apply(hidden_MD, head_VD, labels_M, chunk_rows, rows, keep, overwrite)
     return loss, hit
 
 
@@ -55,7 +62,10 @@ def fill_rows(
     hit_M: torch.Tensor,
     unit_MD: torch.Tensor | None,
 ) -> None:
-    """Write loss, hit and, if there is a place for it, u of the first `num_rows` rows; what follows them stays as it is."""
+    """Write loss, hit and, if there is a place for it, u of the first `num_rows` rows; what follows them stays as it is.
+
+    `unit_MD` may be `hidden_MD` itself.
+    """
     # the same size for every batch, so that the allocator hands out the same block
     logits = hidden_MD.new_empty(min(chunk_rows, len(hidden_MD)), len(head_VD))
     row_pass = ROW_PASSES[hidden_MD.device.type]()
@@ -78,11 +88,19 @@ def row_gradient(grad_loss_M: torch.Tensor, unit_MD: torch.Tensor) -> torch.Tens
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden_MD: torch.Tensor, head_VD: torch.Tensor, labels_M: torch.Tensor, chunk_rows: int, rows: int, keep: bool
+        ctx: Any,
+        hidden_MD: torch.Tensor,
+        head_VD: torch.Tensor,
+        labels_M: torch.Tensor,
+        chunk_rows: int,
+        rows: int,
+        keep: bool,
+        overwrite: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         loss_M = torch.zeros(len(hidden_MD), dtype=torch.float32, device=hidden_MD.device)
         hit_M = torch.zeros(len(hidden_MD), dtype=torch.bool, device=hidden_MD.device)
-        unit_MD = torch.empty_like(hidden_MD) if keep else None
+        place_MD = hidden_MD.detach() if overwrite else torch.empty_like(hidden_MD)
+        unit_MD = place_MD if keep else None
         fill_rows(hidden_MD, head_VD, labels_M, chunk_rows, num_rows=rows, loss_M=loss_M, hit_M=hit_M, unit_MD=unit_MD)
         ctx.mark_non_differentiable(hit_M)
         if unit_MD is not None:
@@ -93,7 +111,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad_loss_M: torch.Tensor, _grad_hit: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (unit_MD,) = ctx.saved_tensors
         gradient = row_gradient(grad_loss_M, unit_MD)
-        return gradient, None, None, None, None, None
+        return gradient, None, None, None, None, None, None
 
 
 def _torch_rows() -> RowPass:

@@ -28,6 +28,9 @@ ARRAY_BUFFERS = 3
 CUBLAS_WORKSPACE_BYTES = 32 * MIB
 """What torch gives cuBLAS for each thread that launches products, on Hopper; 8 MiB on earlier GPUs."""
 
+IN_LAYERS = DRAFTING[:-1]
+"""Moments in which a layer, or the loss, is at work."""
+
 Device = Literal["cpu", "cuda"]
 
 
@@ -136,22 +139,16 @@ def _ends(load: DrafterLoad) -> tuple[MemoryItem, ...]:
 def _on_cuda(load: DrafterLoad) -> tuple[MemoryItem, ...]:
     shape, size, width = load.shape, load.size, load.shape.hidden_size
     arrays = ARRAY_BUFFERS * array_bytes(load)
-    pack = load.tokens * shape.num_taps * width
-    copies, how = pack * size, "T K D, others as 0"
-    if load.noise:
-        copies, how = copies + pack * BYTES[load.slot_dtype], f"{how}; and once more, with noise"
+    noisy = load.tokens * shape.num_taps * width * BYTES[load.slot_dtype] if load.noise else 0
     queries, keys, head = load.queries, load.tokens + load.queries, shape.head_dim
     return (
         MemoryItem("arrays of uses", arrays, f"{ARRAY_BUFFERS} x batch, spans and tiles", "plan.pack_anchors"),
         MemoryItem("cuBLAS workspaces", 2 * CUBLAS_WORKSPACE_BYTES, "one for each thread: forward, backward"),
-        MemoryItem("kept: hidden states that anchors see", copies, how, "plan.pack_tokens", DRAFTING),
-        MemoryItem("kept: fused context", 2 * load.tokens * width * size, "2 T D", "plan.pack_tokens", DRAFTING),
-        MemoryItem("kept: rotations", 2 * (queries + keys) * head * size, "2 Q C + 2 (T + Q) C", "plan.pack_anchors", DRAFTING),
-        MemoryItem("kept: embeddings of blocks", (load.anchors + 1) * width * size, "U D", "plan.pack_anchors", DRAFTING),
+        MemoryItem("kept: hidden states with noise", noisy, "T K D, where noise is added", "plan.pack_tokens", DRAFTING),
+        MemoryItem("kept: fused context", 2 * load.tokens * width * size, "2 T D", "plan.pack_tokens", IN_LAYERS),
+        MemoryItem("kept: rotations", 2 * (queries + keys) * head * size, "2 (T + 2 Q) C", "plan.pack_anchors", IN_LAYERS),
+        MemoryItem("kept: embeddings of blocks", (load.anchors + 1) * width * size, "U D", "plan.pack_anchors", IN_LAYERS),
         *_kept_by_layers(load),
-        MemoryItem(
-            "hidden states of blocks", queries * width * size, "Q D, until backward is over", "plan.pack_anchors", DRAFTING[1:]
-        ),
         *_passing(load),
         *_dense(load, device="cuda"),
     )
@@ -170,17 +167,17 @@ def _kept_by_layers(load: DrafterLoad) -> tuple[MemoryItem, ...]:
     attention = (first + (layers - 1) * later) * size + layers * sums
     mlp = width + 2 * shape.intermediate_size
     whole = (layers - 1) * queries * mlp * size
-    last = load.rows * (mlp + heads) * size
+    last = load.rows * mlp * size
     return (
         MemoryItem(
             "kept: attention of all layers",
             attention,
             "(layers - 1) (Q (D + 3 H C) + 3 (T + Q) G C) + (2 Q + U) H C + (3 T + 2 Q + U) G C, layers Q H in fp32",
             "plan.pack_anchors",
-            DRAFTING,
+            IN_LAYERS,
         ),
-        MemoryItem("kept: MLPs but the last", whole, "(layers - 1) Q (D + 2 F)", "plan.pack_anchors", DRAFTING),
-        MemoryItem("kept: last MLP", last, "R (D + 2 F + H C)", "plan.pack_anchors", DRAFTING[:4]),
+        MemoryItem("kept: MLPs but the last", whole, "(layers - 1) Q (D + 2 F)", "plan.pack_anchors", IN_LAYERS),
+        MemoryItem("kept: last MLP", last, "R (D + 2 F)", "plan.pack_anchors", DRAFTING[:4]),
     )
 
 
@@ -193,8 +190,18 @@ def _passing(load: DrafterLoad) -> tuple[MemoryItem, ...]:
     chunk = min(load.chunk_rows, picked)
     # of flex attention itself; or of what lies before it, when what flex kept is free again
     flex = 2 * queries * heads + 2 * keys * shared
-    inputs = keys * (shared + 2 * width) + width * (heads + 2 * shared)
+    matrices = width * (heads + 2 * shared)
+    inputs = keys * (shared + width) + queries * width + matrices
     attention = (queries * width + max(flex, inputs)) * size
+    # when the product is there; or in the end, beside the gradients of three matrices, those of all Q rows
+    mlp = max(rows * (width + inner), 2 * rows * width + 3 * width * inner + (queries + width) * heads + queries * width) * size
+    pack, distinct = load.tokens * shape.num_taps * width, load.anchors + 1
+    widened = pack * BYTES[load.slot_dtype] if load.slot_dtype != load.dtype else 0
+    context = (pack + load.tokens * width + shape.num_taps * width**2) * size + widened
+    # of the first layer, with all that is kept for it and what later ones had to give back to the context
+    narrow = load.tokens + distinct
+    first = (2 * load.tokens + distinct + keys + narrow) * width + 2 * (queries + keys) * shape.head_dim + matrices
+    first += (2 * distinct + queries) * heads + (3 * narrow + 2 * keys) * shared
     return (
         MemoryItem(
             "an MLP's product and result", rows * (width + inner) * size, "R (D + F)", "plan.pack_anchors", ("forward",)
@@ -202,7 +209,7 @@ def _passing(load: DrafterLoad) -> tuple[MemoryItem, ...]:
         MemoryItem(
             "input of the final norm", rows * width * size, "R D", "plan.pack_anchors", ("loss", "gradient of the loss")
         ),
-        MemoryItem("rows of the loss", 2 * picked * width * size, "2 M D: gathered, gradient", "plan.pack_anchors", ("loss",)),
+        MemoryItem("rows of the loss", picked * width * size, "M D, then their gradient", "plan.pack_anchors", ("loss",)),
         MemoryItem("logits of a chunk", chunk * shape.vocab_size * size, f"{chunk} V", "objective.chunk_rows", ("loss",)),
         MemoryItem(
             "weighted gradient of rows",
@@ -213,17 +220,24 @@ def _passing(load: DrafterLoad) -> tuple[MemoryItem, ...]:
         ),
         MemoryItem(
             "gradients inside an MLP",
-            rows * (width + 4 * inner) * size,
-            "R (D + 4 F)",
+            mlp,
+            "max(R (D + F), 2 R D + 3 D F + (Q + D) H C + Q D)",
             "plan.pack_anchors",
             ("gradients of an MLP",),
         ),
         MemoryItem(
             "gradients inside an attention",
             attention,
-            "Q D + max(2 Q H C + 2 (T + Q) G C, (T + Q) (G C + 2 D) + D (H C + 2 G C))",
+            "Q D + max(2 Q H C + 2 (T + Q) G C, (T + Q) (G C + D) + Q D + D (H C + 2 G C))",
             "plan.pack_anchors",
             ("gradients of an attention",),
+        ),
+        MemoryItem(
+            "gradients of the context",
+            max(context, first * size),
+            "max(T K D + T D + K D D, D (4 T + 2 U + Q + H C + 2 G C) + H C (2 U + Q) + G C (5 T + 3 U + 2 Q) + C (2 T + 4 Q))",
+            "plan.pack_tokens",
+            ("gradients of the context",),
         ),
     )
 

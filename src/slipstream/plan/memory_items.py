@@ -25,6 +25,7 @@ Moment = Literal[
     "gradient of the loss",
     "gradients of an MLP",
     "gradients of an attention",
+    "gradients of the context",
 ]
 """Stretches of a process's life between which what it holds differs."""
 
@@ -36,6 +37,7 @@ DRAFTING: tuple[Moment, ...] = (
     "gradient of the loss",
     "gradients of an MLP",
     "gradients of an attention",
+    "gradients of the context",
 )
 """Moments of a pass of the drafter, forward and backward."""
 

@@ -17,7 +17,7 @@ from slipstream.config.drafter_shape import DrafterShape
 from slipstream.config.recipe import Recipe
 from slipstream.drafter import DFlashDrafter, make_block_batch, noise_std
 from slipstream.drafter.noise import add_noise
-from slipstream.objective import BlockLossParts, block_loss, planned_denominator
+from slipstream.objective import BlockLossParts, planned_denominator
 from slipstream.observe import Account, MetricLog
 from slipstream.records import BlockBatch, Pack, Step, Use
 from slipstream.trainer.checkpoint import CheckpointIdentity, read_checkpoint
@@ -241,7 +241,7 @@ def _column_pass(parts: RunParts, engine: Engine | None) -> ColumnPass:
     return ColumnPass(
         drafter=parts.drafter,
         ends=parts.ends,
-        loss=partial(block_loss, objective=objective),
+        loss=None,
         noise=noise if objective.noise_std or objective.noise_end_std else None,
         target_fingerprint=parts.target_fingerprint,
         device=parts.device,

@@ -43,10 +43,17 @@ class FrozenEnds(Protocol):
 
 
 class LossParts(Protocol):
-    """An objective in parts, launched in this order: `gather`, `fill`, `weigh`, `spread`. See `objective.BlockLossParts`."""
+    """An objective in parts, launched in this order: `gather`, `sum_up`. See `objective.BlockLossParts`.
+
+    Recordings take `gather`, `fill`, `weigh`, `spread`.
+    """
 
     def gather(self, hidden_NBD: Tensor, batch: BlockBatch) -> tuple[Tensor, Tensor]:
         """Rows of the loss `[M, D]`, differentiable, and their labels `[M]`."""
+        ...
+
+    def sum_up(self, hidden_MD: Tensor, labels_M: Tensor, *, head_VD: Tensor, batch: BlockBatch) -> ColumnSums:
+        """Sums of a batch, `loss_sum` differentiable in its rows, which are written over."""
         ...
 
     def fill(
@@ -74,17 +81,17 @@ class LossParts(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ColumnPass:
-    """Computes one use after another. `loss(hidden_NBD=, head_VD=, batch=)` is the objective; `noise` changes hidden states.
+    """Computes one use after another. `parts` are the objective, or `loss(hidden_NBD=, head_VD=, batch=)` is one in one piece.
 
-    `placing` brings staged uses to a GPU; without it a use is copied to `device` when its turn comes. `parts` is the same
-    objective for recordings (`recorded.py`); without it, or without `placing`, a pass cannot be recorded.
+    `noise` changes hidden states. `placing` brings staged uses to a GPU; without it a use is copied to `device` when its turn
+    comes. Without `placing`, or with an objective in one piece, a pass cannot be recorded (`recorded.py`).
 
     Raises `TargetError` when hidden states come from another target than the run's.
     """
 
     drafter: Drafter
     ends: FrozenEnds
-    loss: Callable[..., ColumnSums]
+    loss: Callable[..., ColumnSums] | None
     noise: Callable[[Tensor, BlockBatch], Tensor] | None
     target_fingerprint: str
     device: torch.device
@@ -101,13 +108,25 @@ class ColumnPass:
             placed = self._place(column)
             batch = placed.batch
             hidden_TKD = hidden.hidden_TKD if self.noise is None else self.noise(hidden.hidden_TKD, batch)
-            hidden_NBD = self.drafter(hidden_TKD=hidden_TKD, batch=batch, embedding_VD=placed.embedding_VD, masks=placed.masks)
-            sums = self.loss(hidden_NBD=hidden_NBD, head_VD=self.ends.head_VD, batch=batch)
+            sums = self._sums(hidden_TKD, placed)
         with self.account.state("backward", pack=pack, step=step):
             torch.autograd.backward(sums.loss_sum / denominator)
         if self.placing is not None:
             self.placing.used()
         tally.add(sums, bad_rows=bad_rows, context_tokens=column.context_tokens, unique_tokens=column.unique_tokens)
+
+    def _sums(self, hidden_TKD: Tensor, placed: Placed) -> ColumnSums:
+        """Of one use. Once the rows are gathered nobody holds all hidden states, in the moment when most is held."""
+        batch, head_VD = placed.batch, self.ends.head_VD
+        if self.parts is None:
+            assert self.loss is not None, "a pass without an objective"
+            return self.loss(hidden_NBD=self._hidden(hidden_TKD, placed), head_VD=head_VD, batch=batch)
+        rows_MD, labels_M = self.parts.gather(self._hidden(hidden_TKD, placed), batch)
+        return self.parts.sum_up(rows_MD, labels_M, head_VD=head_VD, batch=batch)
+
+    def _hidden(self, hidden_TKD: Tensor, placed: Placed) -> Tensor:
+        batch, embedding_VD, masks = placed.batch, placed.embedding_VD, placed.masks
+        return self.drafter(hidden_TKD=hidden_TKD, batch=batch, embedding_VD=embedding_VD, masks=masks)
 
     def check(self, hidden: HiddenPack, column: PreparedColumn) -> None:
         """Whether these hidden states are the column's, and of the run's target."""

@@ -24,7 +24,7 @@ from slipstream.drafter import FAMILIES, DFlashDrafter, make_block_batch
 from slipstream.launch.bench.ceilings import median_ms
 from slipstream.launch.bench.counters import counters, profile_kernels
 from slipstream.launch.bench.drafter_work import DrafterWork, make_columns
-from slipstream.objective import BlockLossParts, block_loss, planned_denominator
+from slipstream.objective import BlockLoss, BlockLossParts, planned_denominator
 from slipstream.objective.linear_ce import ROW_PASSES
 from slipstream.observe import Account
 from slipstream.records import BlockBatch, HiddenPack, Pack, Use
@@ -149,9 +149,13 @@ class _Marks:
 
 @dataclass(frozen=True, slots=True)
 class _MarkedParts(BlockLossParts):
-    """An objective that marks where the loss begins, between recordings."""
+    """An objective that marks where the loss begins, in a launched step or between recordings."""
 
     marks: _Marks
+
+    def sum_up(self, *arguments: Any, **keys: Any) -> BlockLoss:
+        self.marks.mark("forward")
+        return BlockLossParts.sum_up(self, *arguments, **keys)
 
     def fill(self, *arguments: Any, **keys: Any) -> None:
         self.marks.mark("forward")
@@ -324,12 +328,8 @@ def _column_pass(
     marks: _Marks,
     engine: Engine | None,
 ) -> ColumnPass:
-    def loss(**arguments: Any) -> Any:
-        marks.mark("forward")
-        return block_loss(**arguments, objective=objective)
-
     return ColumnPass(
-        drafter=drafter, ends=ends, loss=loss, noise=None, target_fingerprint=FINGERPRINT, device=device, account=account,
+        drafter=drafter, ends=ends, loss=None, noise=None, target_fingerprint=FINGERPRINT, device=device, account=account,
         placing=engine.placing if engine is not None else None, parts=_MarkedParts(objective, marks),
     )  # fmt: skip
 
