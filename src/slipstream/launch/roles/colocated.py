@@ -9,6 +9,7 @@ import torch
 from slipstream.config import DrafterShape, Recipe, TargetInfo
 from slipstream.launch.child import Control
 from slipstream.launch.planning import RunPlan, slot_layout
+from slipstream.launch.recording import record_target
 from slipstream.launch.roles import Job
 from slipstream.launch.roles.opening import open_job
 from slipstream.launch.training import train_drafter
@@ -34,6 +35,10 @@ def play_colocated(job: Job, control: Control, account: Account) -> dict[str, An
         packing=recipe.target.packing,
         pack_tokens=recipe.plan.pack_tokens,
     )
+    layout = slot_layout(recipe=recipe, shape=shape, info=info)
+    line = record_target(target, recipe=recipe, plan=plan, layout=layout, device=job["device"])
+    if line is not None:
+        control.report("record", {**line, "worker": job["name"]})
     source = open_source(
         recipe=recipe, info=info, shape=shape, plan=plan, target=target, rank=job["rank"], device=job["device"],
         account=account,

@@ -15,6 +15,7 @@ import torch
 from slipstream.drafter import build_drafter
 from slipstream.launch.child import Control
 from slipstream.launch.planning import RunPlan, slot_layout
+from slipstream.launch.recording import record_target
 from slipstream.launch.roles import Job
 from slipstream.launch.roles.opening import Opening, open_job
 from slipstream.launch.stages import time_stages
@@ -66,6 +67,8 @@ def play_probe_target(job: Job, control: Control, account: Account) -> dict[str,
         packing=opened.recipe.target.packing,
         pack_tokens=opened.recipe.plan.pack_tokens,
     )
+    layout = slot_layout(recipe=opened.recipe, shape=opened.shape, info=opened.info)
+    record_target(target, recipe=opened.recipe, plan=plan, layout=layout, device=job["device"])
     make = _maker(job=job, opened=opened, target=target, account=account)
     time_stages(account, device=job["device"])
     control.report("ready", {})

@@ -7,6 +7,7 @@ from typing import Any
 from slipstream.device.shared import SharedMemory
 from slipstream.launch.child import Control
 from slipstream.launch.planning import RunPlan, slot_layout
+from slipstream.launch.recording import record_target
 from slipstream.launch.roles import Job
 from slipstream.launch.roles.opening import open_job
 from slipstream.launch.stages import dry_watch, time_stages
@@ -41,6 +42,9 @@ def play_target(job: Job, control: Control, account: Account) -> dict[str, Any]:
         packing=recipe.target.packing,
         pack_tokens=recipe.plan.pack_tokens,
     )
+    line = record_target(target, recipe=recipe, plan=plan, layout=layout, device=job["device"])
+    if line is not None:
+        control.report("record", {**line, "worker": job["name"]})
     control.report("ready", {"packing": target.packing})
     sink = _open_sink(job=job, pools=pools, plan=plan, fingerprint=target.fingerprint)
     time_stages(account, device=job["device"])
