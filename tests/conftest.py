@@ -9,9 +9,6 @@ import pytest
 
 from slipstream.launch.kernel_cache import cache_settings
 
-PROCESSES = 4
-"""Beside each other in `make test-gpu`: most of the time goes into compiling, on the CPU."""
-
 LONGEST_FIRST = (
     "test_target_engine_gpu.py",
     "test_trainer_gpu.py",
@@ -26,10 +23,13 @@ LONGEST_FIRST = (
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Before torch is there: compiled kernels in one place for all processes and their children, cores shared out."""
+    """Before torch is there: compiled kernels in one place for all processes and their children, cores shared out.
+
+    Several processes, since most of the time goes into compiling, on the CPU; they inherit what is set by the first.
+    """
     if config.getoption("markexpr") != "gpu":
         return
-    cores = str(max(1, len(os.sched_getaffinity(0)) // PROCESSES))
+    cores = str(max(1, len(os.sched_getaffinity(0)) // (config.getoption("numprocesses", None) or 1)))
     for name in ("OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS"):
         os.environ.setdefault(name, cores)
     # the GPU's name would have to be asked of the driver, which must not be there before torch: traces then end in a fault
