@@ -11,6 +11,7 @@ import torch
 from transformers import Qwen3Config
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "target"))
+from forward_tape import TapeRecorder, attention
 from reference_kernels import exact_product, reference_kernels
 
 from slipstream.errors import TargetError, UsageError
@@ -46,18 +47,18 @@ def tiny():
 @pytest.fixture
 def on_cpu(monkeypatch):
     """The measuring parts without a device: bfloat16 takes 300 ms a pack, float8 200."""
-    times = iter((300.0, 200.0))
+    times, timed = iter((300.0, 200.0)), []
 
-    def time_works(works, *, repeats, say):
-        say(f"{repeats} repeats")
+    def time_works(works, *, repeats):
+        timed.append(repeats)
         for work in works:
             work()
         median = next(times)
-        return target._Timed(median=median, fastest=median, first_seconds=1.0, peak_gib=1.0, growth={})
+        return target._Timed(median=median, fastest=median, launch=median / 2, peak_gib=1.0, growth={})
 
     def kernels(*, hybrid, float8=False):
         product = (lambda *given: exact_product(*given).to(torch.bfloat16)) if float8 else None
-        return replace(reference_kernels(), product=product)
+        return replace(reference_kernels(), attention=attention, product=product)
 
     monkeypatch.setitem(target.TARGETS, "tiny", tiny)
     for module in (target, float8):
@@ -67,7 +68,10 @@ def on_cpu(monkeypatch):
     monkeypatch.setattr(target, "cuda_kernels", kernels)
     monkeypatch.setattr(target, "profile_kernels", lambda work: ({}, {}))
     monkeypatch.setattr(target, "synchronises", lambda work: "never")
+    monkeypatch.setattr(target, "CudaRecorder", lambda device: TapeRecorder())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(float8, "product_tflops", lambda: 2.0)
+    return timed
 
 
 def test_both_types_are_measured_on_the_same_weights_and_packs(on_cpu, monkeypatch):
@@ -81,7 +85,10 @@ def test_both_types_are_measured_on_the_same_weights_and_packs(on_cpu, monkeypat
     assert found.float8.taps == found.bfloat16.taps == (1, 2, 4, 5, 6)
     assert len(found.tap_errors) == 5
     assert all(0.01 < error < 0.5 for error in found.tap_errors)
-    assert [line for line in said if "repeats" in line] == ["4 repeats", "12 repeats"]
+    assert on_cpu == [4, 12]
+    assert found.bfloat16.launch_milliseconds == 150.0
+    assert [line.split(":")[0] for line in said if line.startswith("CUDA graphs")] == 2 * ["CUDA graphs are used"]
+    assert all(run.graphs.used and run.graphs.recorded is not None for run in (found.bfloat16, found.float8))
 
 
 def test_what_cannot_be_measured_is_refused_before_anything_is_built(on_cpu):

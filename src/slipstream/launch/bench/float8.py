@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from slipstream.device.graph_choice import Wish
 from slipstream.launch.bench.ceilings import SIDE, Ceilings, median_ms
 from slipstream.launch.bench.target import DEVICE, Clock, Say, TargetFigures, build_subject, measure_subject, wrap_model
 from slipstream.target.float8 import E4M3, check_device, cuda_product
@@ -35,7 +36,7 @@ class Float8Figures:
 
 
 def measure_float8(
-    *, shape: str, pack_tokens: int, ceilings: Ceilings, layers: int | None, repeats: int, say: Say
+    *, shape: str, pack_tokens: int, ceilings: Ceilings, layers: int | None, repeats: int, graphs: Wish = "auto", say: Say
 ) -> Float8Figures:
     """Measure one shape in both types on the current CUDA device, bfloat16 with a third of the repeats.
 
@@ -45,7 +46,8 @@ def measure_float8(
     peak = product_tflops()
     say(f"e4m3 8192^3: {peak:.0f} TFLOP/s")
     subject = build_subject(shape=shape, pack_tokens=pack_tokens, layers=layers, say=say)
-    before = measure_subject(subject, ceilings=ceilings, repeats=max(FEWEST_REPEATS, repeats // 3), say=say)
+    fewer = max(FEWEST_REPEATS, repeats // 3)
+    before = measure_subject(subject, ceilings=ceilings, repeats=fewer, graphs=graphs, say=say)
     pack = subject.packs[0]
     subject.target.capture(pack, hidden_TKD=subject.slot_TKD)
     expected_TKD = subject.slot_TKD[: pack.num_tokens].clone()
@@ -53,7 +55,7 @@ def measure_float8(
         quantise_decoder(subject.model, device=DEVICE)
         subject.target = wrap_model(subject.model, taps=subject.taps, float8=True)
     subject.build_seconds = build.seconds
-    after = measure_subject(subject, ceilings=ceilings, repeats=repeats, say=say)
+    after = measure_subject(subject, ceilings=ceilings, repeats=repeats, graphs=graphs, say=say)
     subject.target.capture(pack, hidden_TKD=subject.slot_TKD)
     errors = tuple(
         _tap_error(subject.slot_TKD[: pack.num_tokens, tap], expected_TKD[:, tap]) for tap in range(len(subject.taps))

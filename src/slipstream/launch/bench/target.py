@@ -22,11 +22,15 @@ from transformers import AutoModel, LlamaConfig, Qwen3_5TextConfig, Qwen3Config
 
 from slipstream.config import TargetInfo
 from slipstream.config.target_info import GATED, delta_net_of, spread_taps
+from slipstream.device.graph_choice import GraphReport, Wish, time_steps
+from slipstream.device.recorder import CudaRecorder
 from slipstream.errors import UsageError
 from slipstream.launch.bench.ceilings import Ceilings, median_ms
 from slipstream.launch.bench.counters import counters, profile_kernels
+from slipstream.launch.recording import frame_sizes
 from slipstream.plan.flops import target_flops
 from slipstream.records import Pack
+from slipstream.target.graphs import consider_recording
 from slipstream.target.huggingface import HuggingFaceTarget
 from slipstream.target.isolation import pack_documents
 from slipstream.target.kernels import cuda_kernels
@@ -93,9 +97,10 @@ TARGETS: Mapping[str, Callable[[], Any]] = {"qwen3.6-27b": qwen36_27b, "qwen3-8b
 class TargetFigures:
     """What a run measured. `milliseconds` is a median; `ratio` is `useful_tflops` over the machine's single matrix product.
 
-    `pack_tokens` T; `real_tokens` a pack without padding (their mean); `layer_code` whose decoder layers ran; `synchronised`
-    "never", or what made the CPU wait in a capture, `waiting_calls` the same counted in a trace; `growth` memory and
-    compilations after warm-up; `kernels` milliseconds by kind, then of the longest.
+    `pack_tokens` T; `real_tokens` a pack without padding (their mean); `launch_milliseconds` to launch a pack, alone;
+    `layer_code` whose decoder layers ran; `graphs` what was decided on replaying them; `synchronised` "never", or what made the
+    CPU wait in a capture, `waiting_calls` the same counted in a trace; `growth` memory and compilations after warm-up;
+    `kernels` milliseconds by kind, then of the longest.
     """
 
     shape: str
@@ -106,6 +111,7 @@ class TargetFigures:
     real_tokens: float
     milliseconds: float
     fastest_milliseconds: float
+    launch_milliseconds: float
     tokens_per_second: float
     useful_tflops: float
     ratio: float
@@ -113,6 +119,7 @@ class TargetFigures:
     build_seconds: float
     first_forward_seconds: float
     layer_code: str
+    graphs: GraphReport
     synchronised: str
     growth: Mapping[str, int]
     waiting_calls: Mapping[str, int]
@@ -141,11 +148,15 @@ def measure_target(
     ceilings: Ceilings,
     layers: int | None = None,
     repeats: int = REPEATS,
+    graphs: Wish = "auto",
     say: Say,
 ) -> TargetFigures:
-    """Measure one shape at one pack size on the current CUDA device. `layers`: only so many, the taps spread over them."""
+    """Measure one shape at one pack size on the current CUDA device. `layers`: only so many, the taps spread over them.
+
+    `graphs` as `placement.cuda_graphs` of a recipe.
+    """
     subject = build_subject(shape=shape, pack_tokens=pack_tokens, layers=layers, say=say)
-    return measure_subject(subject, ceilings=ceilings, repeats=repeats, say=say)
+    return measure_subject(subject, ceilings=ceilings, repeats=repeats, graphs=graphs, say=say)
 
 
 def build_subject(*, shape: str, pack_tokens: int, layers: int | None, say: Say) -> Subject:
@@ -172,12 +183,17 @@ def build_subject(*, shape: str, pack_tokens: int, layers: int | None, say: Say)
     )
 
 
-def measure_subject(subject: Subject, *, ceilings: Ceilings, repeats: int, say: Say) -> TargetFigures:
-    """Time a target's captures, then trace one, then forbid one to wait."""
+def measure_subject(subject: Subject, *, ceilings: Ceilings, repeats: int, graphs: Wish, say: Say) -> TargetFigures:
+    """Time a target's captures, recorded or not, then trace one, then forbid one to wait."""
     config, packs, taps, target = subject.config, subject.packs, subject.taps, subject.target
     assert target.engine is not None
     works = [partial(target.capture, pack, hidden_TKD=subject.slot_TKD) for pack in packs]
-    timed = _time(works, repeats=repeats, say=say)
+    with Clock() as first:
+        works[0]()
+    say(f"first forward (kernels compiled and tuned): {first.seconds:.0f} s")
+    decided = _consider_recording(subject, wish=graphs)
+    say(f"CUDA graphs are {decided.told()}")
+    timed = _time(works, repeats=repeats)
     assert bool(torch.isfinite(subject.slot_TKD).all())
     count = partial(useful_flops, config, parameters=subject.parameters, layers=taps[-1] + 1)
     flops = statistics.mean(count(pack=pack) for pack in packs)
@@ -195,13 +211,15 @@ def measure_subject(subject: Subject, *, ceilings: Ceilings, repeats: int, say: 
         real_tokens=real,
         milliseconds=timed.median,
         fastest_milliseconds=timed.fastest,
+        launch_milliseconds=timed.launch,
         tokens_per_second=speed,
         useful_tflops=tflops,
         ratio=ratio,
         peak_gib=timed.peak_gib,
         build_seconds=subject.build_seconds,
-        first_forward_seconds=timed.first_seconds,
+        first_forward_seconds=first.seconds,
         layer_code=target.engine.layers,
+        graphs=decided,
         synchronised=synchronises(works[0]),
         growth=timed.growth,
         waiting_calls=calls,
@@ -213,28 +231,47 @@ def measure_subject(subject: Subject, *, ceilings: Ceilings, repeats: int, say: 
 class _Timed:
     median: float
     fastest: float
-    first_seconds: float
+    launch: float
     peak_gib: float
     growth: Mapping[str, int]
 
 
-def _time(works: Sequence[Callable[[], object]], *, repeats: int, say: Say) -> _Timed:
-    """Time pieces of work in turn, after the first one has compiled and tuned, and some more have warmed up."""
-    with Clock() as first:
-        works[0]()
-    say(f"first forward (kernels compiled and tuned): {first.seconds:.0f} s")
+def _time(works: Sequence[Callable[[], object]], *, repeats: int) -> _Timed:
+    """Time pieces of work in turn, after some have warmed up; then what one takes to be launched."""
     for turn in range(WARM_UPS):
         works[turn % len(works)]()
     torch.cuda.synchronize()
     before = counters()
     torch.cuda.reset_peak_memory_stats()
     times = [median_ms(works[turn % len(works)], repeats=1, warmup=0) for turn in range(repeats)]
+    alone = time_steps(lambda work: work(), prepare=lambda: works[0], finish=torch.cuda.synchronize)
     return _Timed(
         median=statistics.median(times),
         fastest=min(times),
-        first_seconds=first.seconds,
+        launch=alone.launch_seconds * 1e3,
         peak_gib=torch.cuda.max_memory_allocated() / 2**30,
         growth={name: value - before[name] for name, value in counters().items()},
+    )
+
+
+def _consider_recording(subject: Subject, *, wish: Wish) -> GraphReport:
+    """As a run whose plan has just these packs would."""
+    packs = subject.packs
+    sizes = frame_sizes(
+        num_documents=np.array([pack.num_documents for pack in packs]),
+        num_tokens=np.array([pack.num_tokens for pack in packs]),
+        longest_document=max(int(np.diff(pack.starts).max()) for pack in packs),
+        pack_tokens=packs[0].capacity_tokens,
+    )
+    subject.target.fill_frames(sizes)
+    return consider_recording(
+        subject.target,
+        wish=wish,
+        sizes=sizes,
+        pack_tokens=packs[0].capacity_tokens,
+        slot_dtype=subject.slot_TKD.dtype,
+        recorder=CudaRecorder(subject.slot_TKD.device),
+        finish=torch.cuda.synchronize,
     )
 
 
