@@ -16,6 +16,7 @@ LONGEST_FIRST = (
     "test_launch_gpu.py",
     "test_transport_gpu.py",
     "test_target_float8_gpu.py",  # behind the other targets, whose tuned kernels it finds in the cache
+    "test_target_recorded_gpu.py",
     "test_trainer_sight.py",
     "test_drafter_gpu.py",
 )
