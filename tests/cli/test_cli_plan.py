@@ -168,7 +168,7 @@ def test_layouts_of_another_machine_from_costs_that_are_given(recipe, tmp_path):
 
 def test_the_table_of_known_gpus_prices_a_machine_that_is_not_this_one(recipe):
     found = planned(recipe, "plan.packs_per_step=24", "--gpus", "8", "--gpu", "H200")["throughput"]
-    assert found["costs"]["source"] == "table: H200, ratios measured"
+    assert found["costs"]["source"] == "table: H200, ratios measured; paced by launching, which goes with the CPU"
     assert found["best"] is not None
     assert "estimated" in planned(recipe, "--gpus", "2", "--gpu", "RTX 4090")["throughput"]["costs"]["source"]
     chosen = planned(recipe, "plan.packs_per_step=24", "--gpus", "8", "--gpu", "H200")["placement"]

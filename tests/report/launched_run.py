@@ -37,7 +37,6 @@ class Launched:
     validate_every: int = 208
     validate: float = 1.9
     validate_utilisation: float = 0.15
-    recorded: bool = True
 
     def larger(self, times: int) -> Launched:
         """The same run with packs so many times as large."""
@@ -108,7 +107,7 @@ def launched(plant: Launched | None = None, **changes: Any) -> RunData:
     columns = SpanColumns("worker-0")
     header = {"kind": "start", "worker": "worker-0", "role": "colocated", "rank": 0, "gpu": 0, "pid": 1}
     columns.add([{**header, "unix_ns": int(BEGAN * 1e9), "clock_ns": 0}, *thread.rows])
-    why = "launching takes 28.9 of 29.5 ms of a step, more than 50%" if plant.recorded else 'placement.cuda_graphs = "off"'
+    graphs = {"used": True, "why": "launching takes 28.9 of 29.5 ms of a step, more than 50%"}
     return RunData(
         root=Path("launched"),
         recipe={
@@ -120,9 +119,9 @@ def launched(plant: Launched | None = None, **changes: Any) -> RunData:
         state={"status": "interrupted", "step": plant.steps, "steps": plant.all_steps},
         starts=[{"cores": 32, "gpus": ["NVIDIA H200"]}],
         train=train,
-        events=[{"kind": "warm_up", "step": 0, "cuda_graphs": {"used": plant.recorded, "why": why}}],
+        events=[{"kind": "warm_up", "step": 0, "cuda_graphs": graphs}],
         spans={"worker-0": columns.spans},
         gpus=thread.samples(),
-        prediction={"throughput": {"tokens_per_second": 62_000.0}, "stages": {"pause_seconds_per_step": 0.0}},
+        prediction={"throughput": {"tokens_per_second": 62_000.0}, "stages": {"source": "table: H200, ratios measured"}},
         now=BEGAN + 1000,
     )

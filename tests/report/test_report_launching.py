@@ -28,7 +28,7 @@ def test_launching_is_named_before_validation_and_both_are_told() -> None:
         "its GPU works for 17 ms: the GPU waits for the CPU"
     )
     assert launch.change == {"plan.pack_tokens": 8192, "plan.pack_anchors": 2048}
-    assert "placement.cuda_graphs covers the drafter alone" in launch.advice
+    assert "placement.cuda_graphs did not cover the target in this run" in launch.advice
     assert 'placement.mode = "split"' in launch.advice
     assert launch.share_lost > validation.share_lost > 0.2
     assert verdict.headline.startswith(f"98.3K tokens/s: {launch.sentence}. Give the GPU more at once: plan.pack_tokens 4096")
@@ -112,13 +112,32 @@ def test_without_a_sample_outside_pauses_nothing_is_said_of_launching() -> None:
     assert kinds(verdict) == ["slow_validation"]
 
 
-def test_a_drafter_that_is_launched_kernel_by_kernel_is_told_of_recordings() -> None:
-    run = launched(target_launch=0.003, use_launch=0.028, recorded=False)
-    launch = judge(run).findings[0]
+def test_why_nothing_was_replayed_is_told_as_warm_up_told_it() -> None:
+    run = launched(target_launch=0.003, use_launch=0.028)
+    why = {"used": False, "why": "this device cannot record launches"}
+    launch = judge(replace(run, events=[{"kind": "warm_up", "cuda_graphs": why}])).findings[0]
     assert launch.kind == "launch_bound"
-    assert 'placement.cuda_graphs = "on" replays the drafter\'s steps' in launch.advice
-    recorded = judge(replace(run, events=[{"kind": "warm_up", "cuda_graphs": {"used": True, "why": "so"}}]))
-    assert "cuda_graphs" not in recorded.findings[0].advice
+    assert "placement.cuda_graphs did not cover the drafter: this device cannot record launches" in launch.advice
+    assert "cuda_graphs" not in judge(run).findings[0].advice
+    hybrid = {"used": False, "why": "a pack is launched kernel by kernel, since its delta nets do"}
+    of_target = judge(replace(launched(), events=[{"kind": "target_warm_up", "cuda_graphs": hybrid}])).findings[0]
+    assert "placement.cuda_graphs did not cover the target: a pack is launched" in of_target.advice
+    replayed = judge(replace(launched(), events=[{"kind": "target_warm_up", "cuda_graphs": {"used": True, "why": "so"}}]))
+    assert "cuda_graphs" not in replayed.findings[0].advice
+
+
+def test_recordings_that_the_recipe_forbids_are_advised_first() -> None:
+    run = launched(use_launch=0.028)
+    forbidden = replace(run, recipe={**run.recipe, "placement": {"mode": "colocated", "cuda_graphs": "off"}})
+    before, after = judge(forbidden), judge(launched(target_launch=0.001, use_launch=0.001))
+    launch = before.findings[0]
+    assert launch.change == {"placement.cuda_graphs": "auto"}
+    assert launch.advice.startswith('replay what is launched, placement.cuda_graphs "off" -> "auto"')
+    assert "give the GPU more at once" in launch.advice
+    assert launch.predicted_gain is not None
+    assert before.tokens_per_second is not None
+    assert after.tokens_per_second is not None
+    assert (1 + launch.predicted_gain) * before.tokens_per_second / after.tokens_per_second == pytest.approx(1, abs=0.10)
 
 
 def test_a_prediction_is_compared_over_the_time_that_it_is_of() -> None:
@@ -128,7 +147,8 @@ def test_a_prediction_is_compared_over_the_time_that_it_is_of() -> None:
     assert verdict.steady_tokens_per_second == pytest.approx(4060 / 0.032, rel=0.01)
     assert verdict.prediction_error == pytest.approx(62_000 / (4060 / 0.032) - 1, abs=0.01)
     assert re.search(
-        r"Outside validation and checkpoints it makes 12\d\.\dK; 62\.0K were predicted before the run, -51 %", verdict.headline
+        r"Outside validation and checkpoints it makes 12\d\.\dK; 62\.0K were predicted before the run from the table",
+        verdict.headline,
     )
     measured = measure(run)
     assert measured is not None

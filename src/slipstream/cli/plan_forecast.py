@@ -162,11 +162,17 @@ def print_forecast(found: Forecast | None, *, flight: Preflight, console: Consol
     costs = found.costs
     console.print(
         f"stage costs ({costs.source}): target {costs.target_seconds_per_pack:.4f} s a pack, drafter "
-        f"{costs.drafter_seconds_per_use:.4f} s a use, {costs.step_seconds:.4f} s once a step; "
-        f"{costs.tokens_per_pack:,.0f} tokens a pack"
+        f"{costs.drafter_seconds_per_use:.4f} s a use, {costs.step_seconds:.4f} s once a step"
+        f"{_together(costs)}; {costs.tokens_per_pack:,.0f} tokens a pack"
     )
     for refused in found.refused:
         console.print(f"{refused.layout}: {refused.reason}")
+
+
+def _together(costs: StageCosts) -> str:
+    """What one process that does both takes, where that is another time."""
+    share = 1 / costs.colocated_ratio
+    return "" if abs(share - 1) < 0.005 else f", both in one process in {share:.2f} of their sum"
 
 
 def _waits(item: Prediction) -> str:

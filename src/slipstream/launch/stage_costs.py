@@ -132,6 +132,9 @@ def table_costs(subject: Subject, *, gpu: KnownGpu, pack: PackShape) -> StageCos
         weights=count_target_weights(subject.info),
         pack=pack,
         pack_tokens=subject.recipe.plan.pack_tokens,
+        replays=subject.recipe.plan.replays,
+        cuda_graphs=subject.recipe.placement.cuda_graphs,
+        target_recordable="linear_attention" not in subject.info.layer_types,
     )
 
 

@@ -18,7 +18,7 @@ RAMP_SHARE = 0.05
 RAMP_STEPS = 50
 """Steps at the start that rates leave out: this share of the run, at most so many."""
 LAST_SHARE = 0.05
-TOLD = ("warm_up", "late", "late_work", "restart", "sink_failed", "bad_rows")
+TOLD = ("warm_up", "target_warm_up", "late", "late_work", "restart", "sink_failed", "bad_rows")
 """Kinds of lines of metrics that are shown as events."""
 
 

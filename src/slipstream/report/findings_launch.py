@@ -20,6 +20,12 @@ third, and the device works for less than the second."""
 LARGER = 2
 """So many times as much in a pack is advised: a kernel is launched as quickly on more."""
 
+WARM_UPS = {"target": "target_warm_up", "drafter": "warm_up"}
+"""Kinds of lines of metrics that tell whether a stage is replayed."""
+
+_Option = tuple[str, dict[str, Any], float]
+"""Advice in words, the keys to change, and the gain."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Launching:
@@ -67,8 +73,9 @@ def launch_finding(measured: Measured, *, run: RunData) -> Finding | None:
         return None
     worst = max(found, key=lambda worker: _Launching.of(worker).lost)
     shares, step = _Launching.of(worst), measured.step_seconds
-    words, change, gain = _larger_packs(measured, worst, plan=run.recipe.get("plan", {}))
-    advice = [words, *_two_processes(worst), *_graphs(worst, run=run)]
+    options = [*_recordings(measured, worst, run=run), _larger_packs(measured, worst, plan=run.recipe.get("plan", {}))]
+    _, change, gain = options[0]
+    advice = [*(words for words, _, _ in options), *_two_processes(worst), *_not_recorded(worst, run=run)]
     whose = f" ({shares.target * step * 1e3:.0f} ms of it the target's)" if worst.role == "colocated" else ""
     return Finding(
         kind="launch_bound",
@@ -96,7 +103,7 @@ def _is_launch_bound(worker: Worker) -> bool:
     return busy and shares.device < DEVICE_BUSY * at_steps
 
 
-def _larger_packs(measured: Measured, worker: Worker, *, plan: Mapping[str, Any]) -> tuple[str, dict[str, Any], float]:
+def _larger_packs(measured: Measured, worker: Worker, *, plan: Mapping[str, Any]) -> _Option:
     """Fewer launches a token. A step has as many tokens as before where it has packs enough, else twice as many."""
     shares = _Launching.of(worker)
     gain = 1 / max(shares.step(launched=shares.whole / LARGER), _others(measured, worker)) - 1
@@ -121,17 +128,27 @@ def _others(measured: Measured, worker: Worker) -> float:
     return min(1.0, measured.target_floor / measured.step_seconds)
 
 
-def _graphs(worker: Worker, *, run: RunData) -> list[str]:
-    """What recordings have to do with it: they are of the drafter's steps alone, and may not have been used."""
-    shares = _Launching.of(worker)
-    if worker.role == "target" or shares.target >= shares.drafter:
-        return ["placement.cuda_graphs covers the drafter alone"]
-    told = [line["cuda_graphs"] for line in run.events if line.get("kind") == "warm_up" and line.get("cuda_graphs")]
-    if not told or told[-1].get("used"):
+def _recordings(measured: Measured, worker: Worker, *, run: RunData) -> list[_Option]:
+    """Replaying what is launched, where the recipe forbids it: launching then takes next to nothing."""
+    if run.recipe.get("placement", {}).get("cuda_graphs") != "off":
         return []
-    return [
-        f'placement.cuda_graphs = "on" replays the drafter\'s steps, which were launched kernel by kernel ({told[-1]["why"]})'
-    ]
+    gain = 1 / max(_Launching.of(worker).step(launched=0.0), _others(measured, worker)) - 1
+    words = (
+        f'replay what is launched, placement.cuda_graphs "off" -> "auto", is predicted to give up to {percent(gain, sign=True)}'
+    )
+    return [(words, {"placement.cuda_graphs": "auto"}, gain)]
+
+
+def _not_recorded(worker: Worker, *, run: RunData) -> list[str]:
+    """Why the stage that is launched for longest was not replayed, as its warm-up told; nothing where it was."""
+    if run.recipe.get("placement", {}).get("cuda_graphs") == "off":
+        return []
+    shares = _Launching.of(worker)
+    stage = "target" if worker.role == "target" or shares.target >= shares.drafter else "drafter"
+    told = [line["cuda_graphs"] for line in run.events if line.get("kind") == WARM_UPS[stage] and line.get("cuda_graphs")]
+    if not told:
+        return [f"placement.cuda_graphs did not cover the {stage} in this run"]
+    return [] if told[-1].get("used") else [f"placement.cuda_graphs did not cover the {stage}: {told[-1].get('why')}"]
 
 
 def _two_processes(worker: Worker) -> list[str]:

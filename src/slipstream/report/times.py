@@ -122,7 +122,8 @@ def stage_rows(run: RunData) -> list[dict[str, Any]]:
                 found = order[borders[code] : borders[code + 1]]
                 seconds = inside.seconds[found]
                 if state in BY_STEP:
-                    seconds = np.bincount(np.unique(inside.step[found], return_inverse=True)[1], weights=seconds)
+                    _, which = np.unique(inside.step[found], return_inverse=True)
+                    seconds = np.bincount(which, weights=seconds).astype(np.float64)
                 if len(seconds):
                     total = float(seconds.sum())
                     levels = np.percentile(seconds, PERCENTILES)

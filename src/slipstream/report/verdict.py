@@ -68,7 +68,7 @@ def judge(run: RunData, *, window: float | None = None) -> Verdict:
     found = alternatives(measured)
     steady, predicted = measured.steady_rate, _predicted(run, measured)
     return Verdict(
-        headline=_headline(findings, measured=measured, predicted=predicted),
+        headline=_headline(findings, measured=measured, predicted=predicted, source=_source(run)),
         findings=tuple(findings),
         shares={worker.name: dict(worker.shares) for worker in measured.workers},
         window=(measured.begin, measured.end),
@@ -89,7 +89,7 @@ def _rank(finding: Finding) -> tuple[int, float, float]:
     return order, -finding.share_lost, -(finding.predicted_gain or 0.0)
 
 
-def _headline(findings: Sequence[Finding], *, measured: Measured, predicted: float | None) -> str:
+def _headline(findings: Sequence[Finding], *, measured: Measured, predicted: float | None, source: str) -> str:
     first, steady = findings[0], measured.steady_rate
     advice = first.advice.split(ALTERNATIVE)[0]
     said = f"{thousands(measured.rate)} tokens/s: {first.sentence}. {advice[0].upper()}{advice[1:]}"
@@ -98,11 +98,18 @@ def _headline(findings: Sequence[Finding], *, measured: Measured, predicted: flo
         gain = "" if second.predicted_gain is None else f" (worth {percent(second.predicted_gain, sign=True)})"
         said += f". Besides, {second.sentence}{gain}"
     if predicted is not None:
-        words = f"{thousands(predicted)} were predicted before the run, {percent(predicted / steady - 1, sign=True)}"
+        off = percent(predicted / steady - 1, sign=True)
+        words = f"{thousands(predicted)} were predicted before the run{source}, {off}"
         if measured.paused >= PAUSED:
             words = f"Outside validation and checkpoints it makes {thousands(steady)}; {words}"
         said += f". {words}"
     return said
+
+
+def _source(run: RunData) -> str:
+    """Said of a prediction that no measurement of this recipe is behind."""
+    source = ((run.prediction or {}).get("stages") or {}).get("source")
+    return " from the table of known GPUs" if isinstance(source, str) and source.startswith("table") else ""
 
 
 def _predicted(run: RunData, measured: Measured) -> float | None:

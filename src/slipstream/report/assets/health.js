@@ -23,8 +23,8 @@ function verdictSection(model, live) {
     element("li", { "data-kind": finding.kind },
       element("span", { class: "kind" }, finding.kind.replaceAll("_", " ")),
       element("span", { class: "lost numbers", title: "share of the time that is lost to it" }, known(finding.share_lost) ? formatShare(finding.share_lost) : ""),
-      element("div", {}, finding.sentence, " ", element("span", { class: "advice" }, finding.advice,
-        known(finding.predicted_gain) ? element("b", {}, ` Predicted gain: ${formatGain(finding.predicted_gain)}.`) : null))));
+      element("div", {}, `${finding.sentence}. `, element("span", { class: "advice" }, finding.advice,
+        known(finding.predicted_gain) && !finding.advice.includes("predicted to give") ? element("b", {}, ` Predicted gain: ${formatGain(finding.predicted_gain)}.`) : null))));
   return section("verdict", null,
     element("p", { class: "headline" }, verdict.headline),
     told ? element("p", { class: "tag", "data-kind": first.kind }, first.kind.replaceAll("_", " "),
