@@ -243,9 +243,10 @@ def test_missing_kernels_are_refused_by_name(monkeypatch):
     monkeypatch.setitem(sys.modules, "fla", None)
     with pytest.raises(TargetError, match=r"flash-linear-attention.*nothing slower"):
         kernels.cuda_kernels(hybrid=True)
-    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", Operator(arguments=("query", "cum_seq_q")))
-    with pytest.raises(TargetError, match="variable-length flash attention"):
-        kernels.cuda_kernels(hybrid=False)
+    for lacking in (None, Operator(arguments=("query", "cum_seq_q"))):
+        monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", lacking)
+        with pytest.raises(TargetError, match="variable-length flash attention"):
+            kernels.cuda_kernels(hybrid=False)
 
 
 class Operator:

@@ -115,8 +115,9 @@ def _flash_operator() -> Any:
     The longest sequence only sets how many blocks are launched (and whether a window is none); what lies past a sequence's end
     returns at once, so sequences may be empty, and `longest` longer than any: mha_varlen_fwd in torch's flash_api.cpp.
     """
-    operator: Any = torch.ops.aten._flash_attention_forward.default
-    known = {argument.name for argument in operator._schema.arguments}
+    packet: Any = getattr(torch.ops.aten, "_flash_attention_forward", None)
+    operator = None if packet is None else packet.default
+    known = set() if operator is None else {argument.name for argument in operator._schema.arguments}
     if not {"cum_seq_q", "window_size_left", "window_size_right"} <= known:
         raise _missing("variable-length flash attention with windows", "install torch 2.11 or newer")
     return operator
