@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from slipstream.config import DrafterShape
-from slipstream.drafter.blocks import batch_to, embedding_rows, make_block_batch, to_device
+from slipstream.drafter.blocks import batch_to, embedding_rows, make_block_batch, place_batch, to_device
 from slipstream.drafter.decode import DraftContext
 from slipstream.drafter.dflash import DFlashDrafter
 from slipstream.drafter.noise import add_noise, noise_std
@@ -41,5 +41,6 @@ __all__ = [
     "embedding_rows",
     "make_block_batch",
     "noise_std",
+    "place_batch",
     "to_device",
 ]

@@ -72,6 +72,16 @@ def to_device(tensor: torch.Tensor, *, device: torch.device | str) -> torch.Tens
     return (tensor.pin_memory() if pinned else tensor).to(device, non_blocking=True)
 
 
+def place_batch(
+    batch: BlockBatch, embedding_VD: torch.Tensor, *, device: torch.device | str
+) -> tuple[BlockBatch, torch.Tensor]:
+    """A CPU batch on a device, and the embedding that it reads there: of one that lies elsewhere only the batch's own rows."""
+    if embedding_VD.device.type != torch.device(device).type:
+        batch, rows_UD = embedding_rows(batch, embedding_VD)
+        embedding_VD = to_device(rows_UD, device=device)
+    return batch_to(batch, device=device), embedding_VD
+
+
 def embedding_rows(batch: BlockBatch, embedding_VD: torch.Tensor) -> tuple[BlockBatch, torch.Tensor]:
     """A batch whose block tokens number the rows of a small embedding `[N + 1, D]` that comes with it: all on the CPU.
 

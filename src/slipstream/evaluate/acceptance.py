@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from slipstream.drafter.blocks import batch_to, make_block_batch
+from slipstream.drafter.blocks import make_block_batch, place_batch, to_device
 from slipstream.evaluate.summary import AcceptancePath
 from slipstream.records import BlockBatch, Int32Array, Pack, Use
 
@@ -73,6 +73,7 @@ def simulate_pack(
 ) -> list[DocumentPath]:
     """The decode path of every document of a pack, a prompt and the target's greedy answer each.
 
+    Of an embedding that lies elsewhere than the drafter, in host memory, only the rows that blocks read are copied to it.
     `uses` cover every anchor once (`plan_validation`). `max_lengths[document_id]` is the length in tokens, prompt included,
     that decoding would stop at (prompt + `max_new_tokens`).
     """
@@ -110,8 +111,8 @@ def score_pack(
             pack=pack, use=use, block_size=shape.block_size, mask_token_id=shape.mask_token_id, chunk_rows=chunk_rows
         )
         masks = drafter.make_masks(batch)
-        batch = batch_to(batch, device=drafter.device)
-        hidden_NBD = drafter(hidden_TKD=hidden_TKD, batch=batch, embedding_VD=ends.embedding_VD, masks=masks)
+        batch, embedding_VD = place_batch(batch, ends.embedding_VD, device=drafter.device)
+        hidden_NBD = drafter(hidden_TKD=hidden_TKD, batch=batch, embedding_VD=embedding_VD, masks=masks)
         match_N = _match_lengths(hidden_NBD, head_VD=ends.head_VD, batch=batch, chunk_rows=chunk_rows)
         anchors = use.anchors[use.anchor_valid]
         assert not seen_T[anchors].any(), "plan_validation covers every anchor once"
@@ -158,12 +159,21 @@ class CutBlocks:
             self._context = self._drafter.new_context()
         self._drafter.extend_context(self._context, self._hidden_LKD[self._written : position], self._written)
         self._written = position
-        block = torch.full((slots,), self._mask_token_id, dtype=torch.long, device=self._hidden_LKD.device)
-        block[0] = int(self._matches.token_ids[position])
-        hidden_BD = self._drafter.draft(self._context, block, position, self._ends.embedding_VD)
+        block, embedding_VD = self._block(int(self._matches.token_ids[position]), slots)
+        hidden_BD = self._drafter.draft(self._context, block, position, embedding_VD)
         drafted = _argmax(hidden_BD[1:], head_VD=self._ends.head_VD).cpu().numpy()
         truth = self._matches.token_ids[position + 1 : position + slots]
         return int((drafted[: len(truth)] == truth).cumprod().sum())
+
+    def _block(self, token_id: int, slots: int) -> tuple[Tensor, Tensor]:
+        """Token ids `[slots]` of a block, and the embedding that they number rows of: two rows of one that lies elsewhere."""
+        embedding_VD, device, mask_token_id = self._ends.embedding_VD, self._hidden_LKD.device, self._mask_token_id
+        if embedding_VD.device.type != device.type:
+            rows_2D = embedding_VD[torch.tensor([token_id, mask_token_id])]
+            embedding_VD, token_id, mask_token_id = to_device(rows_2D, device=device), 0, 1
+        block = torch.full((slots,), mask_token_id, dtype=torch.long, device=device)
+        block[0] = token_id
+        return block, embedding_VD
 
 
 def _match_lengths(hidden_NBD: Tensor, *, head_VD: Tensor, batch: BlockBatch, chunk_rows: int) -> Int32Array:

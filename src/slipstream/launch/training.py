@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from slipstream.config import DrafterShape, Recipe, TargetInfo
 from slipstream.drafter import DFlashDrafter, build_drafter
 from slipstream.evaluate.acceptance import simulate_pack
 from slipstream.evaluate.summary import summarise
 from slipstream.export.warm_start import read_warm_start
+from slipstream.launch.borrowed import borrowed_ends
 from slipstream.launch.child import Control
 from slipstream.launch.planning import RunPlan, slot_layout
 from slipstream.launch.queues import QueueSampler
@@ -23,7 +25,7 @@ from slipstream.launch.work import gpu_work
 from slipstream.observe import Account, MetricLog
 from slipstream.records import HiddenPack
 from slipstream.runfolder import RunFolder
-from slipstream.target.ends import FrozenEnds, load_frozen_ends
+from slipstream.target.ends import FrozenEnds
 from slipstream.target.fingerprint import fingerprint_target
 from slipstream.trainer import ColumnShare, FitResult, MainRank, RankGroup, RunParts, build_trainer, latest
 from slipstream.transport.ledger import QueueDepth
@@ -155,8 +157,12 @@ def train_drafter(
     shape: DrafterShape,
     plan: RunPlan,
     source: Source,
+    target_embedding_VD: Tensor | None = None,
 ) -> dict[str, Any]:
-    """Train one rank's share to the end of the plan, or to the supervisor's wish; returns what the run's result needs."""
+    """Train one rank's share to the end of the plan, or to the supervisor's wish; returns what the run's result needs.
+
+    `target_embedding_VD` is that of a target in this process.
+    """
     rank, folder = int(job["rank"]), RunFolder(Path(job["folder"]))
     share = ColumnShare(rank=rank, ranks=plan.ranks)
     drafter = build_drafter(
@@ -167,7 +173,7 @@ def train_drafter(
         attention=recipe.drafter.attention,
         family=recipe.drafter.type,
     )
-    ends = load_frozen_ends(info=info, dtype=recipe.drafter.dtype, device=job["device"])
+    ends = borrowed_ends(info=info, dtype=recipe.drafter.dtype, device=job["device"], target_embedding_VD=target_embedding_VD)
     with ExitStack() as stack:
         stack.callback(source.close)
         placed = _place(source, job=job, account=account, stack=stack)

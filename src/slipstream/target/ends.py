@@ -26,16 +26,23 @@ HEADS = ("lm_head.weight", "language_model.lm_head.weight")
 
 @dataclass(frozen=True, slots=True)
 class FrozenEnds:
-    """What the drafter borrows of the target: `embedding_VD` and `head_VD`, one tensor when they are tied. No gradients."""
+    """What the drafter borrows of the target: `embedding_VD` and `head_VD`, one tensor when they are tied. No gradients.
+
+    They lie on one device, unless the embedding was asked to stay in host memory.
+    """
 
     embedding_VD: Tensor
     head_VD: Tensor
 
 
-def load_frozen_ends(*, info: TargetInfo, dtype: str, device: str = "cpu") -> FrozenEnds:
-    """Read embedding and head `[V, D]` as `dtype`. Raises `TargetError` if they are missing, misshapen or ambiguous."""
+def load_frozen_ends(*, info: TargetInfo, dtype: str, device: str = "cpu", host_embedding: bool = False) -> FrozenEnds:
+    """Read embedding and head `[V, D]` as `dtype`. Raises `TargetError` if they are missing, misshapen or ambiguous.
+
+    With `host_embedding` an embedding that is not the head as well stays in host memory: where the file has its type, mapped
+    from there, so that all processes of a host share its pages.
+    """
     if info.weights == "random":
-        return _random_ends(info, dtype=dtype, device=device)
+        return _random_ends(info, dtype=dtype, device=device, host_embedding=host_embedding)
     where = _locate(info.folder)
     embedding_name = next((name for name in EMBEDDINGS if name in where), None)
     head_name = next((name for name in HEADS if name in where), None)
@@ -44,7 +51,8 @@ def load_frozen_ends(*, info: TargetInfo, dtype: str, device: str = "cpu") -> Fr
     embedding_VD = _read(where[embedding_name], embedding_name, info=info)
     if head_name is None and not info.tie_word_embeddings:
         raise _refused(info, rule=f"is not tied and has no head: none of {', '.join(HEADS)}")
-    converted_VD = embedding_VD.to(device=device, dtype=DTYPES[dtype])
+    place = "cpu" if host_embedding and not info.tie_word_embeddings else device
+    converted_VD = embedding_VD.to(device=place, dtype=DTYPES[dtype])
     if head_name is None:
         return FrozenEnds(embedding_VD=converted_VD, head_VD=converted_VD)
     head_VD = _read(where[head_name], head_name, info=info)
@@ -56,11 +64,13 @@ def load_frozen_ends(*, info: TargetInfo, dtype: str, device: str = "cpu") -> Fr
     return FrozenEnds(embedding_VD=converted_VD, head_VD=head_VD.to(device=device, dtype=DTYPES[dtype]))
 
 
-def _random_ends(info: TargetInfo, *, dtype: str, device: str) -> FrozenEnds:
-    """Those of the model that `loading` makes up."""
+def _random_ends(info: TargetInfo, *, dtype: str, device: str, host_embedding: bool) -> FrozenEnds:
+    """Those of the model that `loading` makes up, on the device, which draws otherwise than a CPU."""
     make = partial(random_end, vocab_size=info.vocab_size, hidden_size=info.hidden_size, dtype=DTYPES[dtype], device=device)
     embedding_VD = make(name=EMBEDDING)
-    return FrozenEnds(embedding_VD=embedding_VD, head_VD=embedding_VD if info.tie_word_embeddings else make(name=HEAD))
+    if info.tie_word_embeddings:
+        return FrozenEnds(embedding_VD=embedding_VD, head_VD=embedding_VD)
+    return FrozenEnds(embedding_VD=embedding_VD.cpu() if host_embedding else embedding_VD, head_VD=make(name=HEAD))
 
 
 def _locate(folder: Path) -> dict[str, Path]:

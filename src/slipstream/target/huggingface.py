@@ -85,6 +85,12 @@ class HuggingFaceTarget:
         return dtype
 
     @property
+    def embedding_VD(self) -> Tensor:
+        """Its token embedding, where it is: for a drafter beside it whose target ties its head to it."""
+        embedding_VD: Tensor = self._model.get_input_embeddings().weight.detach()
+        return embedding_VD
+
+    @property
     def bad_rows(self) -> Tensor:
         """int64 scalar on the device: token rows, over all captures, in which some captured value was not finite."""
         return self._writer.bad_rows

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from slipstream.drafter import batch_to, embedding_rows, to_device
+from slipstream.drafter import place_batch
 from slipstream.errors import TargetError
 from slipstream.observe import Account
 from slipstream.records import BlockBatch, HiddenPack
@@ -143,12 +143,9 @@ class ColumnPass:
         if self.placing is not None:
             assert column.staged is not None, "this step was prepared without staging its arrays"
             return self.placing.send(column.batch, column.staged)
-        batch, embedding_VD = column.batch, self.ends.embedding_VD
-        masks = self.drafter.make_masks(batch)  # from the CPU batch: reading anchors back would wait for the GPU
-        if embedding_VD.device.type != self.device.type:
-            batch, rows_UD = embedding_rows(batch, embedding_VD)
-            embedding_VD = to_device(rows_UD, device=self.device)
-        return Placed(batch=batch_to(batch, device=self.device), embedding_VD=embedding_VD, masks=masks)
+        masks = self.drafter.make_masks(column.batch)  # from the CPU batch: reading anchors back would wait for the GPU
+        batch, embedding_VD = place_batch(column.batch, self.ends.embedding_VD, device=self.device)
+        return Placed(batch=batch, embedding_VD=embedding_VD, masks=masks)
 
 
 @torch.no_grad()

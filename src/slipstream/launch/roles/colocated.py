@@ -44,8 +44,9 @@ def play_colocated(job: Job, control: Control, account: Account) -> dict[str, An
         account=account,
     )  # fmt: skip
     result = train_drafter(
-        job=job, control=control, account=account, recipe=recipe, info=info, shape=shape, plan=plan, source=source
-    )
+        job=job, control=control, account=account, recipe=recipe, info=info, shape=shape, plan=plan, source=source,
+        target_embedding_VD=target.embedding_VD,
+    )  # fmt: skip
     return {**result, "bad_rows": int(target.bad_rows)}
 
 

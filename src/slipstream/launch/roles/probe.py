@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from slipstream.drafter import build_drafter
+from slipstream.launch.borrowed import borrowed_ends
 from slipstream.launch.child import Control
 from slipstream.launch.planning import RunPlan, slot_layout
 from slipstream.launch.recording import record_target
@@ -22,7 +23,6 @@ from slipstream.launch.stages import time_stages
 from slipstream.observe import Account, MetricLog
 from slipstream.records import Pack
 from slipstream.target.dtypes import DTYPES
-from slipstream.target.ends import load_frozen_ends
 from slipstream.target.fingerprint import fingerprint_target
 from slipstream.target.huggingface import HuggingFaceTarget, load_target
 from slipstream.trainer import ColumnShare, MainRank, RunParts, build_trainer
@@ -140,7 +140,7 @@ def _parts(*, job: Job, opened: Opening, plan: RunPlan, account: Account) -> Run
             attention=recipe.drafter.attention,
             family=recipe.drafter.type,
         ),
-        ends=load_frozen_ends(info=info, dtype=recipe.drafter.dtype, device=job["device"]),
+        ends=borrowed_ends(info=info, dtype=recipe.drafter.dtype, device=job["device"]),
         target_fingerprint=fingerprint,
         share=ColumnShare(rank=0, ranks=1),
         group=None,
