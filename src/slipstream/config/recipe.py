@@ -209,7 +209,8 @@ class PlacementSection(Section):
     """Type of hidden states in slots: "target" rounds nothing; "float8_e4m3", with a scale for each token and tap, halves
     slots and copies, and is noise that a server does not have: +0.009 (-0.009 to +0.027) in acceptance length, SmolLM2."""
     cuda_graphs: Literal["auto", "on", "off"] = "auto"
-    """Replay a drafter's steps from CUDA graphs: "auto" does where launching takes over half of a step. Same results."""
+    """Replay a drafter's steps and a target's packs from CUDA graphs: "auto" does, for each, where launching takes over half of
+    the time. "on" does wherever it can: targets with delta nets, and those in fp32, stay launched. Same results."""
     host_memory_gb: float = Field(default=16.0, gt=0)
     """Host memory for slots, in GiB; a schedule that needs more is refused."""
     max_restarts: int = Field(default=3, ge=0)
