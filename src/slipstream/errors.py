@@ -74,6 +74,10 @@ class WorkerFailed(SlipstreamError):
     """A child process ended on its own. The message names it, how it ended, and its log."""
 
 
+class ServerFailed(SlipstreamError):
+    """A server that answered for the target does so no longer. The message names it and what it said last."""
+
+
 class TrainingDiverged(SlipstreamError):
     """Too many steps in a row were not finite. The message says what was not finite, and when."""
 

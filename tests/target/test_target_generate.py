@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 
 import numpy as np
@@ -11,7 +12,8 @@ from tiny_targets import KINDS, VOCAB, save_target
 
 from slipstream.errors import TargetError
 from slipstream.target import answers as answers_module
-from slipstream.target.answers import AnswerFile, AnswerOptions, Prompt, answer_resumably
+from slipstream.target.answer_file import Answer, AnswerFile, Prompt
+from slipstream.target.answers import Greedy, answer_resumably
 from slipstream.target.generate import greedy_answers, plan_batches
 from slipstream.target.huggingface import load_full
 
@@ -77,7 +79,7 @@ def test_prompts_that_cannot_be_answered_are_refused(tmp_path, prompt, rule):
     assert caught.value.key == "prompts[1]"
 
 
-OPTIONS = AnswerOptions(target_fingerprint="f" * 32, dtype="float32", max_new_tokens=8, stop_token_ids=(2, 9))
+OPTIONS = {"dtype": "float32", "max_new_tokens": 8, "stop_token_ids": (2, 9)}
 
 
 def make_jobs():
@@ -89,20 +91,23 @@ def small(tmp_path_factory):
     return load_full(info=save_target(tmp_path_factory.mktemp("small"), "llama"), dtype="float32")
 
 
-def answer(model, path, jobs, **changes):
-    file = AnswerFile(path, options=OPTIONS)
-    return answer_resumably(
-        model=model, prompts=jobs, file=file, decode=lambda ids: " ".join(map(str, ids)), batch_size=4, **changes
-    )
+def open_file(path, **changes):
+    return AnswerFile(path, **{"target_fingerprint": "f" * 32, "options": OPTIONS, **changes})
+
+
+def answer(model, path, jobs):
+    """Answer into a file; the keys of its lines, in order."""
+    file = open_file(path)
+    greedy = Greedy(max_new_tokens=8, stop_token_ids=(2, 9), batch_size=4)
+    answer_resumably(model=model, prompts=jobs, file=file, decode=lambda ids: " ".join(map(str, ids)), greedy=greedy)
+    return file
 
 
 def test_answers_are_written_with_their_origin(small, tmp_path):
     jobs = make_jobs()
-    counts = answer(small, tmp_path / "deep" / "out.jsonl", [*jobs, jobs[0]])
+    file = answer(small, tmp_path / "deep" / "out.jsonl", [*jobs, jobs[0]])
     records = [json.loads(line) for line in (tmp_path / "deep" / "out.jsonl").read_text().splitlines()]
-    assert (counts.answered, counts.already_answered, counts.duplicates) == (9, 0, 1)
     assert len(records) == 9
-    assert counts.cut == sum(record["finish"] == "length" for record in records)
     by_user = {record["messages"][0]["content"]: record for record in records}
     for job in jobs:
         record = by_user[job.messages[0]["content"]]
@@ -113,6 +118,8 @@ def test_answers_are_written_with_their_origin(small, tmp_path):
         assert record["messages"] == list(job.messages)
         assert record["answer"] == " ".join(map(str, ids[:-1] if stopped else ids))
         assert record["target_fingerprint"] == "f" * 32
+        assert record["options"] == {"dtype": "float32", "max_new_tokens": 8, "stop_token_ids": [2, 9]}
+        assert record == file.record(file.key(job.token_ids))
 
 
 def test_killed_in_the_middle_of_a_line_it_resumes_to_the_same_answers(small, tmp_path, monkeypatch):
@@ -123,21 +130,44 @@ def test_killed_in_the_middle_of_a_line_it_resumes_to_the_same_answers(small, tm
     calls = []
     real = answers_module.answer_batch
     monkeypatch.setattr(answers_module, "answer_batch", lambda **given: calls.append(len(given["prompts"])) or real(**given))
-    counts = answer(small, torn, jobs)
+    file = answer(small, torn, jobs)
     assert torn.read_bytes() == whole.read_bytes()
-    assert (counts.answered, counts.already_answered) == (4, 5)
+    assert len(file.found) == 5
     assert calls == [4, 1], "the finished batch is not run again"
-    assert answer(small, torn, jobs).answered == 0
+    assert len(answer(small, torn, jobs).found) == 9
     assert calls == [4, 1]
 
 
 def test_answers_made_in_another_way_are_not_mixed_in(small, tmp_path):
     answer(small, tmp_path / "out.jsonl", make_jobs()[:2])
-    for change in ({"target_fingerprint": "other"}, {"max_new_tokens": 9}):
-        from dataclasses import replace
-
+    for change in ({"target_fingerprint": "other"}, {"options": {**OPTIONS, "max_new_tokens": 9}}):
         with pytest.raises(TargetError, match="answered in another way"):
-            AnswerFile(tmp_path / "out.jsonl", options=replace(OPTIONS, **change))
+            open_file(tmp_path / "out.jsonl", **change)
     (tmp_path / "else.jsonl").write_text('{"messages": []}\n')
     with pytest.raises(TargetError, match="is not an answer"):
-        AnswerFile(tmp_path / "else.jsonl", options=OPTIONS)
+        open_file(tmp_path / "else.jsonl")
+
+
+def test_files_of_before_are_continued(tmp_path):
+    """The key of a prompt is what it was when options and fingerprint were one record."""
+    key = open_file(tmp_path / "out.jsonl").key((5, 6))
+    content = {"dtype": "float32", "max_new_tokens": 8, "stop_token_ids": [2, 9], "target_fingerprint": "f" * 32}
+    assert key == hashlib.sha256(json.dumps([[5, 6], content], sort_keys=True).encode()).hexdigest()[:32]
+
+
+def test_lines_are_put_in_order_and_stay_readable(tmp_path):
+    file = open_file(tmp_path / "out.jsonl")
+    jobs = [Prompt(token_ids=(number,), messages=({"role": "user", "content": "é" * number},)) for number in range(6)]
+    file.append([(job, Answer(token_ids=(7, 2), text="ü", finish="stop")) for job in jobs])
+    keys = [file.key(job.token_ids) for job in jobs]
+    file.arrange([keys[4], keys[1], keys[4], "another", keys[5]])
+    expected = [4, 1, 5, 0, 2, 3]
+    for known in (file, open_file(tmp_path / "out.jsonl")):
+        lines = [json.loads(line)["key"] for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+        assert lines == [keys[number] for number in expected]
+        assert all(known.record(key)["messages"] == list(job.messages) for key, job in zip(keys, jobs, strict=True))
+    file.append(
+        [(Prompt(token_ids=(9,), messages=()), Answer(token_ids=(1,), text="a", finish="length", message={"content": ""}))]
+    )
+    assert file.record(file.key((9,)))["message"] == {"content": ""}
+    assert [path.name for path in tmp_path.iterdir()] == ["out.jsonl"]

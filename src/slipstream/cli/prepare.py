@@ -48,7 +48,7 @@ def prepare(
     options = PrepareOptions(
         max_tokens=max_tokens,
         mask_token_id=mask_token_id,
-        template_arguments=dict(_argument(text) for text in template_arg or ()),
+        template_arguments=dict(template_argument(text) for text in template_arg or ()),
         strict=strict,
         overwrite=overwrite,
     )
@@ -61,8 +61,8 @@ def prepare(
         _print_outcome(meta, out=out)
 
 
-def _argument(text: str) -> tuple[str, Any]:
-    """`key=value`; the value is read as JSON, or taken as text where it is none."""
+def template_argument(text: str) -> tuple[str, Any]:
+    """`key=value`; the value is read as JSON, or taken as text where it is none. Raises `UsageError` for anything else."""
     key, equals, value = text.partition("=")
     if not equals or not key:
         raise UsageError(
