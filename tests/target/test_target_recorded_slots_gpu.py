@@ -1,4 +1,4 @@
-"""Replays on CUDA into slots of both kinds, their bad rows; and that attention does not depend on what frames are filled with."""
+"""Replays on CUDA into slots of both kinds, their bad rows; and attention, which does not depend on what fills borders up."""
 
 from __future__ import annotations
 
