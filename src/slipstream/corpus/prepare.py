@@ -118,7 +118,7 @@ class _Run:
         return PrepareProgress(
             bytes_read=self.bytes_read,
             bytes_total=bytes_total,
-            num_documents=self.writer.num_documents,
+            num_documents=self.writer.num_documents + (self.held is not None),
             num_rejects=sum(self.writer.rejects.values()),
         )
 
