@@ -9,7 +9,7 @@ import torch
 from block_cases import make_case, make_embedding, make_shape
 
 from slipstream.config.recipe import LayerType, ObjectiveSection
-from slipstream.drafter import batch_to, build_drafter
+from slipstream.drafter import batch_to, build_drafter, elementwise
 from slipstream.objective import block_loss
 
 pytestmark = pytest.mark.gpu
@@ -51,3 +51,23 @@ def test_a_pass_on_cuda_equals_the_cpus_and_never_waits(
         results.append([blocks.detach()[:, 1:], loss.loss_sum.detach(), *(weight.grad for weight in drafter.parameters())])
     for ours, wanted in zip(results[1], results[0], strict=True):
         assert float((ours.cpu() - wanted).norm() / wanted.norm()) < 1e-4
+
+
+def test_gradients_inside_an_mlp_take_no_memory_and_are_those_of_three_new_tensors() -> None:
+    def apart(grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        wide, a, b = grad.float(), gate.float(), up.float()
+        share = torch.sigmoid(a)
+        silu = a * share
+        return tuple(t.to(grad.dtype) for t in (wide * b * (share + silu * (1.0 - share)), wide * silu, silu * b))
+
+    tensors = [torch.randn(1024, 4352, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+    wanted = torch.compile(apart, dynamic=False, fullgraph=True)(*tensors)
+    elementwise.run(elementwise.gated_backward, *(tensor.clone() for tensor in tensors))  # compiles
+    grad, gate, up = (tensor.clone() for tensor in tensors)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    elementwise.run(elementwise.gated_backward, grad, gate, up)
+    torch.cuda.synchronize()
+    assert torch.cuda.max_memory_allocated() == before
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip((gate, up, grad), wanted, strict=True))

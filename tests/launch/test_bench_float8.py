@@ -68,7 +68,7 @@ def on_cpu(monkeypatch):
     monkeypatch.setattr(target, "cuda_kernels", kernels)
     monkeypatch.setattr(target, "profile_kernels", lambda work: ({}, {}))
     monkeypatch.setattr(target, "synchronises", lambda work: "never")
-    monkeypatch.setattr(target, "CudaRecorder", lambda device: TapeRecorder())
+    monkeypatch.setattr(target, "CudaRecorder", lambda device, *, stage: TapeRecorder())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(float8, "product_tflops", lambda: 2.0)
     return timed

@@ -115,8 +115,20 @@ def test_the_prediction_is_written_and_put_beside_what_was_measured(resources: A
     assert [(row["role"], row["rank"]) for row in written["memory"]] == [("target", 0), ("drafter", 0)]
     for row in written["memory"]:
         assert row["bytes"] == sum(row["parts"].values())
-    drafter = plan.of("split")[1].peak_bytes
-    taken = {"peak_bytes": drafter // 2, "reserved_bytes": 9, "outside_bytes": 8}
+    planned = plan.of("split")[1]
+    drafter = planned.peak_bytes
+    taken = {"peak_bytes": drafter // 2, "reserved_bytes": 9, "outside_bytes": 8, "replayed": list(planned.replayed)}
     line = compare(path, "drafter-0", {"memory": taken})
     assert line == {"worker": "drafter-0", "role": "drafter", "rank": 0, "predicted_bytes": drafter, **taken}
     assert compare(path, "worker-0", {"memory": taken})["predicted_bytes"] is None
+
+
+def test_a_prediction_is_that_of_the_stages_that_were_replayed(resources: Any, tmp_path: Path) -> None:
+    made, path = resources(placement__cuda_graphs="auto"), tmp_path / "prediction.json"
+    plan = made.plan_memory(slots_per_column=2, validation_slots=0)
+    write_memory(path, plan=plan, placement=made.flight.placement)
+    peaks = {process.replayed: process.peak_bytes for process in plan.alternatives if process.role == "drafter"}
+    assert len(set(peaks.values())) == 2
+    for replayed, nbytes in peaks.items():
+        taken = {"peak_bytes": 5, "reserved_bytes": 9, "outside_bytes": 8, "replayed": replayed}
+        assert compare(path, "drafter-0", {"memory": taken})["predicted_bytes"] == nbytes

@@ -12,7 +12,8 @@ from safetensors.numpy import save_file
 from slipstream.config import make_recipe, read_target_info, resolve_drafter
 from slipstream.errors import PlanError
 from slipstream.plan import owned_columns, plan_memory, resolve_placement, slot_bytes
-from slipstream.plan.memory import GIB, colocated_room
+from slipstream.plan.memory import GIB
+from slipstream.plan.memory_processes import NCCL_BYTES, Processes
 from slipstream.plan.weights import count_target_weights
 from slipstream.transport.layout import SlotLayout
 
@@ -54,6 +55,7 @@ def recipe_of(target: Path, **sections):
         "corpus": {"path": "corpus"},
         "plan": {"pack_tokens": 256, "pack_anchors": 32, "packs_per_step": 4},
         "drafter": {"mask_token_id": 3, "num_layers": 2, "block_size": 8},
+        "placement": {"cuda_graphs": "off"},
     }
     for name, section in sections.items():
         raw[name] = raw.get(name, {}) | section
@@ -174,12 +176,84 @@ def test_device_slots_of_each_role(target):
     with_guest = plan_memory(**arguments, validation_slots=4)
     assert item(with_guest.of("split")[1], "device buffers of packs") == 4 * slot
     assert item(with_guest.of("colocated")[0], "slots on the device") == 6 * slot
-    room = colocated_room(recipe=recipe, info=info, shape=shape, gpu_memory_bytes=2 * GIB)
+    weights = count_target_weights(info)
+    processes = Processes(recipe=recipe, info=info, shape=shape, weights=weights, device="cuda")
+    room = processes.room(gpu_memory_bytes=2 * GIB)
     without = 2 * GIB * 0.95 - room
     just = int((without + 2 * slot) / 0.95) + 1
     assert item(plan_memory(**arguments, gpu_memory_bytes=just).of("colocated")[0], "slots on the device") == 2 * slot
     small = plan_memory(**arguments, gpu_memory_bytes=just - slot).of("colocated")[0]
     assert item(small, "device slots") + item(small, "device buffers of packs") == 5 * slot
+
+
+def test_replayed_slots_lie_where_the_run_puts_them(target):
+    """3 slots a column and 2 kept: all on a GPU with room for them, else in host memory, as where its size is unknown."""
+    recipe, info = recipe_of(target, plan={"replays": 2, "replay_distance": 10}), read_target_info(str(target))
+    shape = resolve_drafter(recipe=recipe, info=info)
+    arguments = {"recipe": recipe, "info": info, "shape": shape, "schedule_slots_per_column": 3, "validation_slots": 2}
+    processes = Processes(recipe=recipe, info=info, shape=shape, weights=count_target_weights(info), device="cuda")
+    slot, number = processes.slot_nbytes, 4 * 3 + 2
+    enough = int((2 * GIB * 0.95 - processes.room(gpu_memory_bytes=2 * GIB) + number * slot) / 0.95) + 1
+    there = plan_memory(**arguments, device="cuda", gpu_memory_bytes=enough)
+    assert item(there.of("colocated")[0], "slots on the device") == number * slot
+    assert there.colocated_on_device
+    assert (there.slots_in_host_memory("colocated"), there.slots_in_host_memory("split")) == (0, number)
+    for size in (enough - slot, None):
+        beside = plan_memory(**arguments, device="cuda", gpu_memory_bytes=size)
+        process = beside.of("colocated")[0]
+        assert item(process, "device slots") + item(process, "device buffers of packs") == (2 + 4) * slot
+        assert not beside.colocated_on_device
+        assert beside.slots_in_host_memory("colocated") == number
+    assert plan_memory(**arguments).slots_in_host_memory("colocated") == number, "on a CPU"
+
+
+def test_slots_on_the_gpu_need_no_host_memory(target):
+    memory = memory_of(target, device="cuda", placement={"host_memory_gb": 1e-6})
+    memory.check_host_slots("colocated")
+    with pytest.raises(PlanError, match="needs 12 slots"):
+        memory.check_host_slots("split")
+
+
+def test_on_a_gpu_the_embedding_is_no_drafter_s_and_a_tied_one_is_there_once(target):
+    untied = memory_of(target, device="cuda")
+    for process in (untied.of("colocated")[0], untied.of("split")[1]):
+        assert item(process, "frozen embedding") == 0
+        assert item(process, "frozen head") == 256 * 64 * 2
+    (target / "config.json").write_text(json.dumps(CONFIG | {"tie_word_embeddings": True}))
+    tied = memory_of(target, device="cuda")
+    assert item(tied.of("split")[1], "frozen embedding") + item(tied.of("split")[1], "frozen head") == 256 * 64 * 2
+    assert item(tied.of("colocated")[0], "frozen head") == 0, "the target's own"
+    other = memory_of(target, device="cuda", drafter={"dtype": "float32"}).of("colocated")[0]
+    assert item(other, "frozen embedding") == 256 * 64 * 4
+
+
+def test_ranks_that_are_not_alone_pay_for_nccl(target):
+    outside = [
+        memory_of(target, device="cuda", placement={"drafter_ranks": ranks}).of("split")[1].outside_bytes for ranks in (1, 2, 4)
+    ]
+    assert outside[1] - outside[0] > NCCL_BYTES
+    assert outside[2] - outside[1] == outside[1] - outside[0] - NCCL_BYTES, "a second neighbour"
+    assert memory_of(target, placement={"drafter_ranks": 2}).of("split")[1].outside_bytes == 0
+
+
+@pytest.mark.parametrize("wish", ["auto", "on", "off"])
+def test_what_may_be_replayed_is_planned_either_way(target, wish):
+    memory = memory_of(target, device="cuda", placement={"cuda_graphs": wish})
+    choices = {
+        "auto": [(), ("target",), ("drafter",), ("target", "drafter")], "on": [("target", "drafter")], "off": [()]
+    }[wish]  # fmt: skip
+    colocated = [process for process in memory.alternatives if process.role == "colocated"]
+    assert [process.replayed for process in colocated] == choices
+    planned = memory.of("colocated")[0]
+    assert planned.replayed == (() if wish == "off" else ("target", "drafter")), "a tiny model waits for its launches"
+    if wish == "auto":
+        peaks = [process.peak_bytes for process in colocated]
+        assert peaks == sorted(peaks)
+    if wish != "off":
+        names = [entry.name for entry in planned.items]
+        assert {"the target's recordings", "the drafter's recordings"} <= set(names)
+        assert not [name for name in names if name.startswith("kept: MLPs")]
+    assert [process.replayed for process in memory_of(target, placement={"cuda_graphs": "auto"}).alternatives] == [()] * 3
 
 
 def test_only_one_moment_s_parts_count_at_a_time(target):
@@ -200,10 +274,10 @@ def test_the_number_of_ranks_does_not_change_the_slots(target):
 
 def test_slots_above_the_budget_are_refused_with_needs_and_keys(target):
     needed = 4 * 3 * 256 * 3 * 64 * 2
-    memory_of(target, placement={"host_memory_gb": needed / GIB}).check_host_slots()
+    memory_of(target, placement={"host_memory_gb": needed / GIB}).check_host_slots("split")
     short = memory_of(target, placement={"host_memory_gb": (needed - 1) / GIB})
     with pytest.raises(PlanError) as refused:
-        short.check_host_slots()
+        short.check_host_slots("split")
     message = str(refused.value)
     assert message.startswith("placement.host_memory_gb = 0.001: the schedule needs 12 slots")
     for key in ("plan.replays", "plan.replay_distance", "plan.packs_per_step"):

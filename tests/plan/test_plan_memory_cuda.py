@@ -22,6 +22,7 @@ from slipstream.objective import BlockLossParts
 from slipstream.observe import Account
 from slipstream.plan.memory_drafter import DrafterLoad, array_bytes, drafter_items, flat_elements
 from slipstream.plan.memory_items import DRAFTING, GIB, MemoryItem, Moment, peak_moment, slot_bytes
+from slipstream.plan.memory_recordings import POOL_FILL, replayed_drafter
 from slipstream.plan.memory_target import FUSED_TYPES, TargetLoad, target_items
 from slipstream.plan.weights import count_target_weights
 from slipstream.records import HiddenPack
@@ -137,6 +138,36 @@ def test_a_step_holds_what_the_plan_says(on_meta: LiveBytes, shape: Any, work: D
     backward = max(at(items, moment) for moment in DRAFTING[2:])
     assert peaks["backward"] == pytest.approx(backward + slot, rel=1e-2)
     assert max(peaks.values()) == pytest.approx(max(at(items, moment) for moment in DRAFTING) + slot, rel=1e-2)
+
+
+@pytest.mark.parametrize("name", list(SHAPES))
+def test_a_pass_without_gradients_holds_what_the_plan_says(on_meta: LiveBytes, name: str) -> None:
+    live, shape, work = on_meta, SHAPES[name], DrafterWork(packs=1)
+    load, column = load_of(shape, work), make_columns(shape=shape, work=work)[0][0]
+    with live, as_one_kernel(live, fused):
+        drafter = FAMILIES["dflash"](shape=shape, dtype=torch.bfloat16, device=META, attention="sdpa")
+        drafter.kernel = MetaFlex()
+        hidden_TKD = torch.empty(load.tokens, shape.num_taps, shape.hidden_size, dtype=torch.bfloat16, device=META)
+        placed, before = Placing(live, load).send(column.batch, None), live.now
+        live.reset()
+        with torch.no_grad():
+            drafter(hidden_TKD=hidden_TKD, batch=placed.batch, embedding_VD=placed.embedding_VD, masks=placed.masks)
+    (planned,) = [item for item in replayed_drafter(load, several=False) if item.moments == ("validation",)]
+    assert live.peak - before == pytest.approx(planned.nbytes, rel=1e-2)
+
+
+def test_recordings_keep_what_a_launched_step_holds_and_not_its_logits() -> None:
+    load = load_of(SHAPES["smollm2"], DrafterWork(packs=1))
+    launched, replayed = drafter_items(load, device="cuda"), replayed_drafter(load, several=False)
+    (pool,) = [item.nbytes for item in replayed if item.name == "the drafter's recordings"]
+    held = {moment: sum(item.nbytes for item in launched if moment in item.moments) for moment in DRAFTING}
+    (logits,) = [item.nbytes for item in launched if item.name == "logits of a chunk"]
+    rows = load.loss_rows * 576 * 2
+    held["loss"] -= logits + rows
+    assert pool == pytest.approx((max(held.values()) + rows) / POOL_FILL, rel=1e-9)
+    (twice,) = [item.nbytes for item in replayed_drafter(load, several=True) if item.name == "the drafter's recordings"]
+    assert twice - pool == pytest.approx(rows / POOL_FILL, rel=1e-6)
+    assert peak_moment(replayed, without=("loading",))[0] == "loss"
 
 
 @dataclasses.dataclass

@@ -37,7 +37,7 @@ def test_replayed_captures_are_launched_ones(tmp_path, kind, dtype):
         sizes=SIZES,
         pack_tokens=PACK_TOKENS,
         slot_dtype=torch.bfloat16,
-        recorder=CudaRecorder(torch.device("cuda", torch.cuda.current_device())),
+        recorder=CudaRecorder(torch.device("cuda", torch.cuda.current_device()), stage="target"),
         finish=torch.cuda.synchronize,
     )
     assert report.used, report

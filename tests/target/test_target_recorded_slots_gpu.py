@@ -36,7 +36,7 @@ def considered(target, *, slots):
         sizes=SIZES,
         pack_tokens=PACK_TOKENS,
         slot_dtype=slots,
-        recorder=CudaRecorder(torch.device("cuda", torch.cuda.current_device())),
+        recorder=CudaRecorder(torch.device("cuda", torch.cuda.current_device()), stage="target"),
         finish=torch.cuda.synchronize,
     )
 

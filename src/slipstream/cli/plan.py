@@ -103,6 +103,7 @@ def _as_dict(*, schedule: Schedule, memory: MemoryPlan, placement: Placement) ->
             "number": memory.num_slots,
             "slot_bytes": memory.slot_nbytes,
             "bytes": memory.host_slot_bytes,
+            "colocated_on_device": memory.colocated_on_device,
             "allowed_bytes": memory.host_memory_bytes,
         },
         "processes": [
@@ -125,6 +126,7 @@ def _print_all(*, recipe: Recipe, schedule: Schedule, memory: MemoryPlan, resour
     console.print(
         f"slots: {memory.num_slots} of {_mib(memory.slot_nbytes)} MiB = {memory.host_slot_bytes / _GIB:.2f} GiB of host; "
         f"{memory.host_memory_bytes / _GIB:.2f} GiB allowed (placement.host_memory_gb)"
+        + ("; none of them colocated, which has its slots on the GPU" if memory.colocated_on_device else "")
     )
     for gpu in resources.gpus:
         size = "the driver does not say how large: not checked" if gpu.memory_bytes is None else _gib(gpu.memory_bytes)
@@ -180,8 +182,9 @@ def _print_memory(*, memory: MemoryPlan, mode: Literal["split", "colocated"], ch
             table.add_row(label, item.name + when, _mib(item.nbytes), item.formula)
             label = ""
         outside = process.device_bytes - process.peak_bytes
-        besides = f", and about {_mib(outside)} of the driver's" if outside else ""
-        told = f"{process.peak_moment}; on {process.device}{besides}"
+        besides = f", and about {_mib(outside)} of the driver's and NCCL's" if outside else ""
+        replays = f"; {' and '.join(process.replayed)} replayed from CUDA graphs" if process.replayed else ""
+        told = f"{process.peak_moment}; on {process.device}{besides}{replays}"
         table.add_row("", "peak", _mib(process.peak_bytes), told, style="bold", end_section=True)
     console.print(table)
 

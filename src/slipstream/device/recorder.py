@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from typing import Protocol, cast
+from typing import Literal, Protocol, cast
 
 import torch
+
+from slipstream.device.allocated import keep_recording
 
 
 class Recording(Protocol):
@@ -42,11 +44,11 @@ class CudaRecorder:
     """Records CUDA graphs on a stream of its own, since a default stream cannot be recorded; any stream may replay them.
 
     Gradients are launched by autograd's thread, on the stream of their forward pass, and recorded with it. Other threads
-    may go on copying meanwhile ("thread_local"): what they do has no part in the recording.
+    may go on copying meanwhile ("thread_local"): what they do has no part in the recording. `stage` says whose they are.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, *, stage: Literal["target", "drafter"]) -> None:
+        self._device, self._stage = device, stage
         self._stream = torch.cuda.Stream(device)  # of normal priority, which recorded kernels take along
         self._pool = torch.cuda.graph_pool_handle()
         self.nbytes = 0
@@ -64,7 +66,7 @@ class CudaRecorder:
         torch.cuda.synchronize(self._device)
         gc.collect()  # a graph of autograd that still lives would tie parameters to the stream that it was made on
         torch.cuda.empty_cache()
-        before = torch.cuda.memory_reserved(self._device)
+        before, held = torch.cuda.memory_reserved(self._device), torch.cuda.memory_allocated(self._device)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
@@ -72,5 +74,7 @@ class CudaRecorder:
                 work()
             finally:
                 graph.capture_end()
-        self.nbytes += torch.cuda.memory_reserved(self._device) - before
+        grown = torch.cuda.memory_reserved(self._device) - before
+        self.nbytes += grown
+        keep_recording(grown - (torch.cuda.memory_allocated(self._device) - held), stage=self._stage)
         return cast(Recording, graph)

@@ -15,7 +15,8 @@ import torch
 from slipstream.config import DrafterShape, Recipe, TargetInfo
 from slipstream.device.streams import CudaStreams
 from slipstream.launch.planning import RunPlan
-from slipstream.plan.memory import DRAFTER_BUFFERS, TARGET_SLOTS, colocated_room
+from slipstream.plan.memory_processes import DRAFTER_BUFFERS, TARGET_SLOTS, Processes, fit_on_device
+from slipstream.plan.weights import count_target_weights
 from slipstream.transport.arrivals import Buffer
 from slipstream.transport.device_inline import Berth, DeviceInline
 from slipstream.transport.host_slots import lock_slots
@@ -129,15 +130,17 @@ def gpu_inline(
 ) -> DeviceInline | StagedInline:
     """The source of a process that is target and drafter: slots on the device where all of them fit, else in host memory.
 
-    Packs that are trained on once need two slots however many the schedule has: one in use, one being made.
+    Packs that are trained on once need two slots however many the schedule has: one in use, one being made. The memory plan
+    asks the same (`Processes.has_slots_on_device`).
     """
     gpu = Gpu.open()
     order = [order for order in plan.orders() if order.rank == rank]
     on_device = two_slots(order) if recipe.plan.replays == 1 else order
     num_slots = 1 + max(pack.slot for pack in on_device)
     total = torch.cuda.get_device_properties(gpu.device).total_memory
-    room = colocated_room(recipe=recipe, info=info, shape=shape, gpu_memory_bytes=total)
-    if num_slots * layout.nbytes <= room:
+    processes = Processes(recipe=recipe, info=info, shape=shape, weights=count_target_weights(info), device="cuda")
+    room = processes.room(gpu_memory_bytes=total)
+    if fit_on_device(num_slots=num_slots, slot_nbytes=layout.nbytes, room=room):
         log.info("%d slots of %.3f GiB on the device", num_slots, layout.nbytes / 2**30)
         return DeviceInline(
             order=on_device,
@@ -151,7 +154,10 @@ def gpu_inline(
         )
     pool = SlotPool.private(layout=layout, num_slots=plan.num_slots(rank))
     log.info(
-        "%d slots of %.3f GiB in host memory: %.2f GiB are left on the device", pool.num_slots, layout.nbytes / 2**30, room
+        "%d slots of %.3f GiB in host memory: %.2f GiB are left on the device",
+        pool.num_slots,
+        layout.nbytes / 2**30,
+        room / 2**30,
     )
     return StagedInline(
         order=order,

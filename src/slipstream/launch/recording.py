@@ -51,7 +51,7 @@ def record_target(
         sizes=sizes,
         pack_tokens=recipe.plan.pack_tokens,
         slot_dtype=DTYPES[layout.dtype],
-        recorder=CudaRecorder(torch.device("cuda", torch.cuda.current_device())),
+        recorder=CudaRecorder(torch.device("cuda", torch.cuda.current_device()), stage="target"),
         finish=torch.cuda.synchronize,
     )
     seconds = time.perf_counter() - began

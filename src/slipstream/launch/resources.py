@@ -52,8 +52,8 @@ class Resources:
 
     def check_memory(self, memory: MemoryPlan) -> None:
         """Refuse a run that cannot fit, before any weight loads. Raises `PlanError`."""
-        memory.check_host_slots()
         placement = self.flight.placement
+        memory.check_host_slots(placement.mode)
         if self.flight.device == "cpu":
             memory.check_machine(placement=placement.mode, memory_bytes=available_memory())
             return

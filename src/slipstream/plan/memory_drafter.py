@@ -39,7 +39,8 @@ class DrafterLoad:
     """What one process trains on: a pack of `tokens` and `anchors` at a time, `chunk_rows` of logits at once.
 
     `slot_dtype` is that of the hidden states, `tied` says that head and embedding are one tensor, `embedding_on_device`
-    that the embedding lies beside the head, `noise` that hidden states are copied to add some.
+    that the embedding lies beside the head, `ends_of_target` that both are the table of a target in the same process, which
+    counts it, `noise` that hidden states are copied to add some.
     """
 
     shape: DrafterShape
@@ -52,6 +53,7 @@ class DrafterLoad:
     tied: bool
     noise: bool = False
     embedding_on_device: bool = True
+    ends_of_target: bool = False
 
     @property
     def queries(self) -> int:
@@ -130,6 +132,8 @@ def _weights(load: DrafterLoad) -> tuple[MemoryItem, ...]:
 
 def _ends(load: DrafterLoad) -> tuple[MemoryItem, ...]:
     table = load.shape.vocab_size * load.shape.hidden_size * load.size
+    if load.ends_of_target:
+        return (MemoryItem("frozen head", 0, "the target's embedding"),)
     return (
         MemoryItem("frozen embedding", table if load.embedding_on_device else 0, "V D"),
         MemoryItem("frozen head", 0 if load.tied and load.embedding_on_device else table, "V D, or the embedding itself"),
@@ -196,7 +200,7 @@ def _passing(load: DrafterLoad) -> tuple[MemoryItem, ...]:
     # when the product is there; or in the end, beside the gradients of three matrices, those of all Q rows
     mlp = max(rows * (width + inner), 2 * rows * width + 3 * width * inner + (queries + width) * heads + queries * width) * size
     pack, distinct = load.tokens * shape.num_taps * width, load.anchors + 1
-    widened = pack * BYTES[load.slot_dtype] if load.slot_dtype != load.dtype else 0
+    widened = pack * BYTES[load.slot_dtype] if BYTES[load.slot_dtype] != size else 0
     context = (pack + load.tokens * width + shape.num_taps * width**2) * size + widened
     # of the first layer, with all that is kept for it and what later ones had to give back to the context
     narrow = load.tokens + distinct

@@ -16,6 +16,7 @@ ALIGNMENT_BYTES = 128
 Moment = Literal[
     "loading",
     "tuning",
+    "reading prompts",
     "answering",
     "target's attention",
     "target's delta rule",
@@ -26,10 +27,11 @@ Moment = Literal[
     "gradients of an MLP",
     "gradients of an attention",
     "gradients of the context",
+    "validation",
 ]
 """Stretches of a process's life between which what it holds differs."""
 
-BEFORE_TRAINING: tuple[Moment, ...] = ("loading", "tuning", "answering")
+BEFORE_TRAINING: tuple[Moment, ...] = ("loading", "tuning", "reading prompts", "answering")
 """Moments that are over when step 1 begins."""
 DRAFTING: tuple[Moment, ...] = (
     "forward",

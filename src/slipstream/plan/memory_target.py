@@ -27,7 +27,7 @@ CHUNK_TOKENS = 64
 TUNER_BYTES = 256 * MIB
 """What Triton's tuner clears between two timings, to empty the cache of the GPU; only while kernels are tuned."""
 
-ANSWERING: tuple[Moment, ...] = ("answering",)
+ANSWERING: tuple[Moment, ...] = ("reading prompts", "answering")
 MOMENTS: tuple[Moment, ...] = ("target's attention", "target's delta rule", "target's MLP")
 
 
@@ -92,27 +92,30 @@ def target_items(load: TargetLoad) -> tuple[MemoryItem, ...]:
 
 
 def answering_items(load: TargetLoad, *, batch: int, answer_tokens: int) -> tuple[MemoryItem, ...]:
-    """A whole target that answers `batch` prompts at once: its weights, its cache, a layer of the longest prompts.
+    """A whole target that answers `batch` prompts at once: its weights, and a layer of the prompts or the cache of the answers.
 
     How long prompts are is not known yet: they are taken to be as long as answers may be.
     """
     info, size = load.info, load.size
     whole = (sum(load.weights.layers) + load.weights.embedding + load.weights.head) * size
     linear = sum(is_delta_net(info, layer) for layer in range(info.num_layers))
-    cached = batch * 2 * answer_tokens * 2 * info.num_key_value_heads * info.head_dim * (info.num_layers - linear) * size
+    cached = batch * answer_tokens * 2 * info.num_key_value_heads * info.head_dim * (info.num_layers - linear) * size
     net = info.delta_net
     states = 0 if net is None else batch * linear * net.num_value_heads * net.key_size * net.value_size * FP32
     prompt = _of_transformers(replace(load, tokens=batch * answer_tokens, device="cuda"))[0].nbytes
     return (
         MemoryItem("whole target", whole, f"all layers and ends, {load.weights.source}", "", ANSWERING),
         MemoryItem(
-            "key-value cache of answers",
+            "key-value cache of prompts",
             cached + states,
-            "batch 2 G C layers, prompts as long as answers; states of delta nets",
+            "batch 2 G C layers a token, prompts as long as answers; states of delta nets",
             "validation.batch_size",
             ANSWERING,
         ),
-        MemoryItem("activations of prompts", prompt, "as of a pack of the same tokens", "validation.batch_size", ANSWERING),
+        MemoryItem("key-value cache of answers", cached, "batch 2 G C layers a token", "validation.batch_size", ("answering",)),
+        MemoryItem(
+            "activations of prompts", prompt, "as of a pack of the same tokens", "validation.batch_size", ("reading prompts",)
+        ),
         MemoryItem("logits of answers", batch * info.vocab_size * (size + FP32), "batch V", "validation.batch_size", ANSWERING),
     )
 

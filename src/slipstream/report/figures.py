@@ -139,9 +139,9 @@ def gpu_rows(gpus: Samples, *, window: tuple[float, float] | None) -> list[dict[
 def memory_rows(run: RunData) -> list[dict[str, Any]]:
     """Each process that was predicted, with the bytes that were measured of it.
 
-    `peak_bytes` is what torch's allocator had handed out at most, told by the process at its end, and `off` how much more was
-    predicted, as a share; `gpu_bytes` the most that was taken on its GPU in its time, by whomever; `host_bytes` the most that a
-    drafter without a GPU had resident, libraries included.
+    `peak_bytes` is what torch's allocator had handed out at most and recordings kept, told by the process at its end, and `off`
+    how much more was predicted of it, as a share; `gpu_bytes` the most that was taken on its GPU in its time, by whomever;
+    `host_bytes` the most that a drafter without a GPU had resident, libraries included.
     """
     told = {(line.get("role"), line.get("rank")): line for line in run.events if line.get("kind") == "memory"}
     rows = []
@@ -153,12 +153,14 @@ def memory_rows(run: RunData) -> list[dict[str, Any]]:
         if of_gpu is not None and spans is not None and len(spans):
             of_gpu = of_gpu.between(float(spans.start.min()), float(spans.end.max()))
         on_host = gpu is None and who in (("drafter", 0), ("colocated", 0))
-        peak = told[who].get("peak_bytes") if who in told else None
+        line = told.get(who, {})
+        peak, nbytes = line.get("peak_bytes"), line.get("predicted_bytes") or predicted["bytes"]
         rows.append({
             **predicted,
+            "bytes": nbytes,
             "gpu": gpu,
             "peak_bytes": peak,
-            "off": predicted["bytes"] / peak - 1 if peak else None,
+            "off": nbytes / peak - 1 if peak else None,
             "gpu_bytes": _percentile(of_gpu["memory_bytes"], 100) if of_gpu is not None else None,
             "host_bytes": _percentile(column(run.train, "memory_bytes"), 100) if on_host else None,
         })  # fmt: skip

@@ -126,7 +126,7 @@ class CudaLanes(Lanes):
 
     def recorder(self) -> Recorder:
         """CUDA graphs."""
-        return CudaRecorder(self.device)
+        return CudaRecorder(self.device, stage="drafter")
 
     def timed_event(self) -> TimedEvent:
         """Waiting for it sleeps."""

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from slipstream.config import DrafterShape
 from slipstream.config.recipe import ObjectiveSection, Recipe
+from slipstream.device.allocated import allocated_memory, forget_peaks
 from slipstream.device.graph_choice import GraphReport
 from slipstream.drafter import FAMILIES, DFlashDrafter, make_block_batch
 from slipstream.launch.bench.ceilings import median_ms
@@ -51,7 +52,7 @@ class DrafterBench:
     step took; `graphs` what warm-up decided on replaying it. `growth` is what counters of allocations and compilations gained
     over the timed steps. `kernels` groups the device time of one step by kind of kernel, `calls` counts in its trace what
     would make the CPU wait. The loss's phase is all of it in a launched step; in a replayed one it is the loss's products,
-    and its weights count as backward. Memory of recordings is in `reserved_gib`, not in `peak_gib`.
+    and its weights count as backward. `peak_gib` has what recordings keep in it.
     """
 
     milliseconds: float
@@ -206,7 +207,7 @@ def bench_drafter(
     warm = time.perf_counter() - began
     report(f"warm after {warm:.1f} s, loss {float(loss):.3f}; CUDA graphs are {graphs.told()}")
     rig.marks.clear()
-    torch.cuda.reset_peak_memory_stats()
+    forget_peaks()
     before, launches, begun = counters(), [], time.perf_counter()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -220,11 +221,13 @@ def bench_drafter(
     wall = (time.perf_counter() - begun) / work.steps * 1e3
     growth = {name: value - before[name] for name, value in counters().items()}
     milliseconds, phases = rig.marks.medians()
-    peak, reserved = torch.cuda.max_memory_allocated() / 2**30, torch.cuda.max_memory_reserved() / 2**30
+    taken = allocated_memory()
+    assert taken is not None
     kernels, calls = profile_kernels(rig.run)
     return DrafterBench(
         milliseconds=milliseconds, phases=phases, wall_milliseconds=wall, launch_milliseconds=min(launches) * 1e3,
-        useful_tflop=tflop, tflops=tflop / milliseconds * 1e3, peak_gib=peak, reserved_gib=reserved, warmup_seconds=warm,
+        useful_tflop=tflop, tflops=tflop / milliseconds * 1e3, peak_gib=taken.peak_bytes / 2**30,
+        reserved_gib=taken.reserved_bytes / 2**30, warmup_seconds=warm,
         growth=growth, loss=float(loss), parameters=rig.trainer.optimizer.num_parameters, kernels=kernels, calls=calls,
         graphs=graphs,
     )  # fmt: skip

@@ -9,6 +9,7 @@ from slipstream.config import DrafterShape, TargetInfo
 from slipstream.launch.bench.drafter_work import DrafterWork
 from slipstream.plan.memory_drafter import DrafterLoad, drafter_items
 from slipstream.plan.memory_items import BEFORE_TRAINING, GIB, MemoryItem, peak_moment, slot_bytes
+from slipstream.plan.memory_recordings import replayed_drafter, replayed_target
 from slipstream.plan.memory_target import TargetLoad, target_items
 from slipstream.plan.weights import count_target_weights
 
@@ -31,7 +32,7 @@ class PredictedMemory:
         return f"at {self.moment}: " + ", ".join(f"{name} {gib:.2f}" for name, gib in self.parts.items() if gib >= 0.005)
 
 
-def predict_drafter(*, shape: DrafterShape, work: DrafterWork) -> PredictedMemory:
+def predict_drafter(*, shape: DrafterShape, work: DrafterWork, replayed: bool = False) -> PredictedMemory:
     """Of a drafter's step as `bench_drafter` runs it: one pack on the device, the embedding in host memory."""
     load = DrafterLoad(
         shape=shape,
@@ -44,10 +45,13 @@ def predict_drafter(*, shape: DrafterShape, work: DrafterWork) -> PredictedMemor
         tied=False,
         embedding_on_device=False,
     )
-    return _at_peak((*drafter_items(load, device="cuda"), _pack(shape=shape, tokens=load.tokens)))
+    items = replayed_drafter(load, several=work.packs > 1) if replayed else drafter_items(load, device="cuda")
+    # the bench measures no acceptance
+    items = tuple(item for item in items if item.moments != ("validation",))
+    return _at_peak((*items, _pack(shape=shape, tokens=load.tokens)))
 
 
-def predict_target(*, info: TargetInfo, taps: Sequence[int], pack_tokens: int) -> PredictedMemory:
+def predict_target(*, info: TargetInfo, taps: Sequence[int], pack_tokens: int, replayed: bool = False) -> PredictedMemory:
     """Of a target's pack as `measure_target` runs it: one slot on the device."""
     load = TargetLoad(
         info=info,
@@ -58,7 +62,8 @@ def predict_target(*, info: TargetInfo, taps: Sequence[int], pack_tokens: int) -
         device="cuda",
     )
     nbytes = slot_bytes(pack_tokens=pack_tokens, num_taps=len(taps), hidden_size=info.hidden_size, dtype="bfloat16")
-    return _at_peak((*target_items(load), MemoryItem("slot", nbytes, "T K D")))
+    items = replayed_target(load, slot_nbytes=nbytes) if replayed else target_items(load)
+    return _at_peak((*items, MemoryItem("slot", nbytes, "T K D")))
 
 
 def _pack(*, shape: DrafterShape, tokens: int) -> MemoryItem:

@@ -22,6 +22,7 @@ from transformers import AutoModel, LlamaConfig, Qwen3_5TextConfig, Qwen3Config
 
 from slipstream.config import TargetInfo
 from slipstream.config.target_info import GATED, delta_net_of, spread_taps
+from slipstream.device.allocated import allocated_memory, forget_peaks
 from slipstream.device.graph_choice import GraphReport, Wish, time_steps
 from slipstream.device.recorder import CudaRecorder
 from slipstream.errors import UsageError
@@ -242,14 +243,16 @@ def _time(works: Sequence[Callable[[], object]], *, repeats: int) -> _Timed:
         works[turn % len(works)]()
     torch.cuda.synchronize()
     before = counters()
-    torch.cuda.reset_peak_memory_stats()
+    forget_peaks()
     times = [median_ms(works[turn % len(works)], repeats=1, warmup=0) for turn in range(repeats)]
     alone = time_steps(lambda work: work(), prepare=lambda: works[0], finish=torch.cuda.synchronize)
+    taken = allocated_memory()
+    assert taken is not None
     return _Timed(
         median=statistics.median(times),
         fastest=min(times),
         launch=alone.launch_seconds * 1e3,
-        peak_gib=torch.cuda.max_memory_allocated() / 2**30,
+        peak_gib=taken.peak_bytes / 2**30,
         growth={name: value - before[name] for name, value in counters().items()},
     )
 
@@ -270,7 +273,7 @@ def _consider_recording(subject: Subject, *, wish: Wish) -> GraphReport:
         sizes=sizes,
         pack_tokens=packs[0].capacity_tokens,
         slot_dtype=subject.slot_TKD.dtype,
-        recorder=CudaRecorder(subject.slot_TKD.device),
+        recorder=CudaRecorder(subject.slot_TKD.device, stage="target"),
         finish=torch.cuda.synchronize,
     )
 

@@ -23,7 +23,7 @@ from slipstream.device.threads import thread_environment
 from slipstream.errors import TransportError
 from slipstream.launch.bench.counters import counters
 from slipstream.launch.on_gpu import Gpu
-from slipstream.plan.memory import DRAFTER_BUFFERS
+from slipstream.plan.memory_processes import DRAFTER_BUFFERS
 from slipstream.transport.broker import Broker
 from slipstream.transport.connections import connection_pair
 from slipstream.transport.host_slots import HostSlots, lock_slots

@@ -14,7 +14,7 @@ import torch
 from slipstream.device.shared import SharedMemory
 from slipstream.launch.bench.transport import TransportWork
 from slipstream.launch.on_gpu import Gpu
-from slipstream.plan.memory import TARGET_SLOTS
+from slipstream.plan.memory_processes import TARGET_SLOTS
 from slipstream.transport.connections import connection_from_fd
 from slipstream.transport.host_slots import lock_slots
 from slipstream.transport.shared import SharedSink
