@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from slipstream.drafter.blocks import make_block_batch, place_batch, to_device
+from slipstream.drafter.blocks import make_block_batch, place_batch
 from slipstream.evaluate.summary import AcceptancePath
 from slipstream.records import BlockBatch, Int32Array, Pack, Use
 
@@ -169,8 +169,9 @@ class CutBlocks:
         """Token ids `[slots]` of a block, and the embedding that they number rows of: two rows of one that lies elsewhere."""
         embedding_VD, device, mask_token_id = self._ends.embedding_VD, self._hidden_LKD.device, self._mask_token_id
         if embedding_VD.device.type != device.type:
-            rows_2D = embedding_VD[torch.tensor([token_id, mask_token_id])]
-            embedding_VD, token_id, mask_token_id = to_device(rows_2D, device=device), 0, 1
+            # not through pinned memory, of which a late first block would need more; drafting one waits anyway
+            embedding_VD = embedding_VD[torch.tensor([token_id, mask_token_id])].to(device)
+            token_id, mask_token_id = 0, 1
         block = torch.full((slots,), mask_token_id, dtype=torch.long, device=device)
         block[0] = token_id
         return block, embedding_VD
