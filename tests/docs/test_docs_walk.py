@@ -20,15 +20,19 @@ IN_A_TERMINAL = {"slipstream watch first-drafter": "slipstream watch first-draft
 def test_a_first_drafter_word_by_word(tmp_path: Path) -> None:
     for name in ("recipes", "src"):
         (tmp_path / name).symlink_to(ROOT / name)
-    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    command = tmp_path / "bin" / "slipstream"  # whether or not this environment has installed one
+    command.parent.mkdir()
+    command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m slipstream.cli.main "$@"\n')
+    command.chmod(0o755)
+    environment = {**os.environ, "PATH": f"{command.parent}:{Path(sys.executable).parent}:{os.environ['PATH']}"}
     install, *blocks = shell_blocks(DOCS / "first-drafter.md")
     assert "make install" in install
     lines = [line.strip() for block in blocks for line in block.splitlines()]
     assert [line for line in lines if line.startswith("slipstream train")], "the walk trains"
     told: list[str] = []
     for line in lines:
-        command = ["bash", "-c", IN_A_TERMINAL.get(line, line)]
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+        shell = ["bash", "-c", IN_A_TERMINAL.get(line, line)]
+        done = subprocess.run(shell, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
         assert done.returncode == 0, (line, done.stdout, done.stderr)
         told.append(done.stdout)
     run = tmp_path / "runs" / "first-drafter"
