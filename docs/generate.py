@@ -106,7 +106,7 @@ def commands_page() -> str:
     parts = [
         "# Every command",
         "What `slipstream VERB --help` prints, made from the same code. A mistake in what was given ends with exit code 2 and "
-        "one line that names the value, the rule and the key; a failure with 1; Ctrl-C with 130.",
+        "one line that names the value, the rule and the key; a failure with 1; Ctrl-C with 130, SIGTERM with 143.",
         "## slipstream",
         "Options that stand before the verb.",
         options_table(group),
