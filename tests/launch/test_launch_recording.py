@@ -81,7 +81,7 @@ def test_a_line_of_metrics_tells_the_choice_and_a_cpu_makes_none(recipe: Recipe,
         return GraphReport(used=True, why="because", plain=StepTimes(0.02, 0.021), recorded=StepTimes(0.001, 0.004), nbytes=9)
 
     monkeypatch.setattr(recording, "consider_recording", considered)
-    monkeypatch.setattr(recording, "CudaRecorder", lambda device: ("recorder", device))
+    monkeypatch.setattr(recording, "CudaRecorder", lambda device, **stages: ("recorder", device))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     line = record_target(target, recipe=recipe, plan=plan, layout=layout, device="cuda")
     assert line is not None

@@ -116,7 +116,7 @@ def test_lines_of_a_gpu_with_counters_and_of_one_without(tmp_path: Path) -> None
 def test_what_a_gpu_refuses_is_null_and_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     driver = Driver()
     driver.broken = {"power", "gpm"}
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.INFO, logger="slipstream"):
         lines = sampled(driver, tmp_path / "gpus.jsonl")
     assert {line["power_watts"] for line in lines} == {None}
     assert {line["sm_active"] for line in lines} == {None}
@@ -143,7 +143,7 @@ def test_counters_that_fail_later_come_back(tmp_path: Path) -> None:
 def test_without_nvml_nothing_is_written_and_it_is_said(broken: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     driver = Driver()
     driver.broken = {broken}
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.INFO, logger="slipstream"):
         assert open_gpu_sampler(uuids=UUIDS, path=tmp_path / "gpus.jsonl", nvml=driver) is None
     assert [record.getMessage() for record in caplog.records] == ["GPUs are not sampled: Not Supported"]
     assert driver.initialised == driver.shut_down
