@@ -7,18 +7,14 @@ from __future__ import annotations
 
 import importlib
 import logging
-import signal
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import FrameType
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 import slipstream
 from slipstream.errors import SlipstreamError
+from slipstream.launch.signals import sigterm_raises
 
 VERBS = (
     *("demo", "prepare", "regenerate", "inspect", "plan", "check", "train", "watch", "status", "stop", "logs", "report"),
@@ -32,23 +28,6 @@ OWN_OPTIONS = {("bench", "replays"): "bench_replays"}
 
 class _Terminated(BaseException):
     """SIGTERM came. Like KeyboardInterrupt it is nobody's error, and passes through whoever gives back a terminal or a file."""
-
-
-@contextmanager
-def _sigterm_raises() -> Iterator[None]:
-    """While entered, SIGTERM raises where the main thread is. Does nothing in another thread, where no handler may be set."""
-
-    def terminate(number: int, frame: FrameType | None) -> NoReturn:
-        raise _Terminated
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, terminate)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 class VerbGroup(TyperGroup):
@@ -80,7 +59,7 @@ class VerbGroup(TyperGroup):
         Ctrl-C ends with 130, SIGTERM with 143 where the verb has no way of its own with it; others stay tracebacks.
         """
         try:
-            with _sigterm_raises():
+            with sigterm_raises(_Terminated):
                 return super().invoke(ctx)
         except SlipstreamError as error:
             typer.echo(f"error: {error}", err=True)

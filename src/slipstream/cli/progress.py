@@ -13,6 +13,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Column
 
+from slipstream.observe.clock import clock_time
+
 LINE_SECONDS = 15.0
 """Where no terminal is, a stage says how far it is this often, and when it ends."""
 
@@ -92,7 +94,7 @@ class Bars:
         left = ""
         if total is not None and done > known.first and not over:
             seconds = (now - known.began) / (done - known.first) * (total - done)
-            left = f", left {_clock_time(seconds)}"
+            left = f", left {clock_time(seconds)}"
         share = f" {done / total:.0%}," if known.text and total else ""
         self._console.print(f"{stage}:{share} {shown}{left}", markup=False, soft_wrap=True)
 
@@ -107,8 +109,3 @@ def _columns() -> tuple[TextColumn | BarColumn | TimeElapsedColumn | TimeRemaini
         TimeRemainingColumn(table_column=whole),
         TextColumn("{task.description}", markup=False),
     )
-
-
-def _clock_time(seconds: float) -> str:
-    whole = int(seconds)
-    return f"{whole // 3600}:{whole % 3600 // 60:02d}:{whole % 60:02d}"

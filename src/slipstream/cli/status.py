@@ -91,7 +91,6 @@ def _number(value: float | None) -> str:
 
 
 def _left(one: Condition) -> str:
-    if one.seconds_left is None:
-        return "-"
-    seconds = int(one.seconds_left)
-    return f"{seconds // 3600}:{seconds % 3600 // 60:02d}:{seconds % 60:02d}"
+    from slipstream.observe.clock import clock_time
+
+    return "-" if one.seconds_left is None else clock_time(one.seconds_left)

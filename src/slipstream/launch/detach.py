@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 from slipstream.errors import WorkerFailed
 from slipstream.launch.handle import RunHandle, read_handle
@@ -42,7 +41,7 @@ def start_detached(arguments: Sequence[str], *, folder: RunFolder) -> RunHandle:
         if handle is not None and handle.pid == process.pid:
             return handle
         if process.poll() is not None:
-            raise WorkerFailed(f"it ended with {process.returncode} before it began; {log}:\n{log_tail(Path(log))}")
+            raise WorkerFailed(f"it ended with {process.returncode} before it began; {log}:\n{log_tail(log)}")
         time.sleep(POLL_SECONDS)
     process.terminate()
     raise WorkerFailed(f"it did not begin within {START_SECONDS:.0f} s and was terminated; log {log}")

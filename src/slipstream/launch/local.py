@@ -36,8 +36,9 @@ from slipstream.launch.resources import Resources
 from slipstream.launch.resume import check_same_recipe, finished_steps
 from slipstream.launch.runbook import RunBook
 from slipstream.launch.sampling import sampled_gpus, sampled_queues
+from slipstream.launch.signals import sigterm_raises
 from slipstream.launch.stage_costs import Subject
-from slipstream.launch.supervisor import Supervisor, sigterm_interrupts
+from slipstream.launch.supervisor import Supervisor, stopped_outside
 from slipstream.plan import Schedule
 from slipstream.report.verdict import Verdict
 from slipstream.trainer.checkpoint import latest, read_cursor
@@ -75,7 +76,7 @@ def train_run(*, flight: Preflight, given: str | None = None, on_report: Report 
     """
     recipe, folder = flight.recipe, flight.folder
     folder.root.mkdir(parents=True, exist_ok=True)
-    with RunLock(folder) as lock, sigterm_interrupts():
+    with RunLock(folder) as lock, sigterm_raises(stopped_outside):
         check_run_folder(folder=folder, resume=flight.resume)  # again: another start may have come between
         if flight.resume:
             _check_resume(flight)

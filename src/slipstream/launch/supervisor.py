@@ -9,10 +9,9 @@ import logging
 import os
 import signal
 import subprocess
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from types import FrameType
@@ -200,26 +199,11 @@ def _next_report(child: Child) -> tuple[str, Any] | None:
     return None
 
 
-@contextmanager
-def sigterm_interrupts() -> Iterator[None]:
-    """While entered, SIGTERM raises `Interrupted` where the main thread is, as Ctrl-C raises `KeyboardInterrupt`.
-
-    For what a start does outside `Supervisor.run`, which has its own way with signals. Does nothing outside the main thread.
-    """
-
-    def interrupt(number: int, frame: FrameType | None) -> NoReturn:
-        interrupted = Interrupted("stopped by SIGTERM before training began or after it ended")
-        interrupted.exit_code = 128 + signal.SIGTERM
-        raise interrupted
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+def stopped_outside() -> Interrupted:
+    """What SIGTERM raises in a start outside `Supervisor.run`, which has its own way with signals."""
+    interrupted = Interrupted("stopped by SIGTERM before training began or after it ended")
+    interrupted.exit_code = 128 + signal.SIGTERM
+    return interrupted
 
 
 class _SignalsTo:

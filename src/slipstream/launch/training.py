@@ -147,6 +147,18 @@ class Validation:
         }
 
 
+def new_drafter(*, recipe: Recipe, shape: DrafterShape, device: str) -> DFlashDrafter:
+    """The recipe's drafter before its first step, or before a warm start: weights from the plan's seed."""
+    return build_drafter(
+        shape=shape,
+        dtype=recipe.drafter.dtype,
+        device=device,
+        seed=recipe.plan.seed,
+        attention=recipe.drafter.attention,
+        family=recipe.drafter.type,
+    )
+
+
 def train_drafter(
     *,
     job: Mapping[str, Any],
@@ -165,14 +177,7 @@ def train_drafter(
     """
     rank, folder = int(job["rank"]), RunFolder(Path(job["folder"]))
     share = ColumnShare(rank=rank, ranks=plan.ranks)
-    drafter = build_drafter(
-        shape=shape,
-        dtype=recipe.drafter.dtype,
-        device=job["device"],
-        seed=recipe.plan.seed,
-        attention=recipe.drafter.attention,
-        family=recipe.drafter.type,
-    )
+    drafter = new_drafter(recipe=recipe, shape=shape, device=job["device"])
     ends = borrowed_ends(info=info, dtype=recipe.drafter.dtype, device=job["device"], target_embedding_VD=target_embedding_VD)
     with ExitStack() as stack:
         stack.callback(source.close)

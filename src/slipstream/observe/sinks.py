@@ -15,6 +15,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from slipstream.errors import PreflightError
+from slipstream.observe.clock import clock_time
 from slipstream.observe.facts import RunFacts
 from slipstream.observe.trackers import TensorBoardSink, TrackioSink, WandbSink, missing_package
 
@@ -122,7 +123,7 @@ class ConsoleSink:
         if step == first_step:
             return "?"
         seconds = (self._clock() - since) / (step - first_step) * (self._facts.num_steps - 1 - step)
-        return f"{int(seconds // 3600)}:{int(seconds % 3600 // 60):02d}:{int(seconds % 60):02d}"
+        return clock_time(seconds)
 
 
 SINKS: Mapping[str, Callable[[RunFacts], Sink]] = {

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 from rich.text import Text
 
+from slipstream.observe.clock import clock_time
+
 
 def fitted(rows: Sequence[Text], *, width: int, height: int) -> list[Text]:
     """Exactly `height` lines, none wider than `width` cells."""
@@ -113,7 +115,7 @@ def duration(seconds: float) -> str:
     """Hours, minutes and seconds; days where there are any."""
     whole = int(seconds)
     days = f"{whole // 86400}d " if whole >= 86400 else ""
-    return f"{days}{whole % 86400 // 3600}:{whole % 3600 // 60:02d}:{whole % 60:02d}"
+    return days + clock_time(whole % 86400)
 
 
 def window_name(seconds: float | None) -> str:

@@ -22,7 +22,7 @@ from slipstream.config import Recipe, make_recipe, read_target_info, resolve_dra
 from slipstream.corpus.store import CorpusStore
 from slipstream.device.float8 import DTYPE, dequantise
 from slipstream.device.threads import set_threads
-from slipstream.drafter import DFlashDrafter, build_drafter
+from slipstream.drafter import DFlashDrafter
 from slipstream.errors import SlipstreamError, WorkerFailed
 from slipstream.evaluate.acceptance import simulate_pack
 from slipstream.evaluate.summary import AcceptancePath
@@ -31,6 +31,7 @@ from slipstream.launch.answers import Answer
 from slipstream.launch.bench.paired import PromptCounts
 from slipstream.launch.planning import RunPlan, ValidationPack, corpus_index, validation_packs
 from slipstream.launch.roles.colocated import open_source
+from slipstream.launch.training import new_drafter
 from slipstream.observe import Account, MetricLog
 from slipstream.plan import Planner, make_schedule
 from slipstream.target.ends import load_frozen_ends
@@ -104,14 +105,7 @@ class Ground:
 
     def _fit(self, recipe: Recipe, *, plan: RunPlan) -> DFlashDrafter:
         device, account = torch.device(self._device), Account("bench")
-        drafter = build_drafter(
-            shape=self._shape,
-            dtype=recipe.drafter.dtype,
-            device=self._device,
-            seed=recipe.plan.seed,
-            attention=recipe.drafter.attention,
-            family=recipe.drafter.type,
-        )
+        drafter = new_drafter(recipe=recipe, shape=self._shape, device=self._device)
         source = open_source(
             recipe=recipe, info=self._info, shape=self._shape, plan=plan, target=self._target, rank=0,
             device=self._device, account=account,

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from slipstream.drafter import build_drafter
 from slipstream.launch.borrowed import borrowed_ends
 from slipstream.launch.child import Control
 from slipstream.launch.planning import RunPlan, slot_layout
@@ -20,6 +19,7 @@ from slipstream.launch.recording import record_target
 from slipstream.launch.roles import Job
 from slipstream.launch.roles.opening import Opening, open_job
 from slipstream.launch.stages import time_stages
+from slipstream.launch.training import new_drafter
 from slipstream.observe import Account, MetricLog
 from slipstream.records import Pack
 from slipstream.target.dtypes import DTYPES
@@ -132,14 +132,7 @@ def _parts(*, job: Job, opened: Opening, plan: RunPlan, account: Account) -> Run
         schedule=plan.schedule,
         planner=plan.planner,
         source=MadeUpSource(hidden_TKD.to(DTYPES[recipe.target.hidden_dtype]), target_fingerprint=fingerprint),
-        drafter=build_drafter(
-            shape=shape,
-            dtype=recipe.drafter.dtype,
-            device=job["device"],
-            seed=recipe.plan.seed,
-            attention=recipe.drafter.attention,
-            family=recipe.drafter.type,
-        ),
+        drafter=new_drafter(recipe=recipe, shape=shape, device=job["device"]),
         ends=borrowed_ends(info=info, dtype=recipe.drafter.dtype, device=job["device"]),
         target_fingerprint=fingerprint,
         share=ColumnShare(rank=0, ranks=1),
