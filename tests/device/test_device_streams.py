@@ -140,6 +140,37 @@ def test_slots_are_page_locked_in_the_order_of_their_use_exactly_once() -> None:
     assert driver.locked == {}
 
 
+class BusyDriver(FakeDriver):
+    """Each call takes until it is let go on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[int] = []
+        self.called, self.go_on = threading.Semaphore(0), {address: threading.Event() for address, _ in SPANS}
+
+    def cudaHostRegister(self, ptr: int, size: int, flags: int) -> int:
+        self.calls.append(ptr)
+        self.called.release()
+        assert self.go_on[ptr].wait(30)
+        return super().cudaHostRegister(ptr, size, flags)
+
+
+def test_who_asks_for_a_slot_does_not_queue_behind_those_that_nobody_asked_for() -> None:
+    driver = BusyDriver()
+    pinned = PinnedSlots(SPANS, order=[0, 1], driver=driver)
+    assert driver.called.acquire(timeout=30)
+    driver.go_on[SPANS[4][0]].set()
+    pinned.ensure(4)  # while slot 0 is still being locked
+    assert driver.locked.keys() == {SPANS[4][0]}
+    waiting = threading.Thread(target=pinned.ensure, args=(0,))
+    waiting.start()
+    for event in driver.go_on.values():
+        event.set()
+    waiting.join(30)
+    pinned.close()
+    assert sorted(driver.calls) == sorted(SPANS[slot][0] for slot in (0, 1, 4)), "one call a slot"
+
+
 def test_a_refusal_names_the_slot_and_what_to_change() -> None:
     pinned = PinnedSlots(SPANS, order=range(5), driver=FakeDriver(refused=SPANS[2][0]))
     with pytest.raises(TransportError, match=r"slot 2: page-locking 12288 bytes failed with CUDA error 2.*host_memory_gb"):

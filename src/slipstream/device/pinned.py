@@ -50,7 +50,8 @@ class PinnedSlots:
         self._driver: Driver = driver or torch.cuda.cudart()
         self._spans = spans
         self._locked: set[int] = set()
-        self._lock = threading.Lock()
+        self._under_way: set[int] = set()
+        self._changed = threading.Condition()
         self._closing = False
         self._failure: TransportError | None = None
         self._thread = threading.Thread(target=self._register_all, args=(tuple(order),), name="page-locker", daemon=True)
@@ -62,18 +63,30 @@ class PinnedSlots:
         return len(self._locked)
 
     def ensure(self, slot: int) -> None:
-        """Wait until the slot is page-locked, or lock it now. From any thread; costs nothing afterwards."""
+        """Wait until the slot is page-locked, or lock it now, whatever others are being locked: a lock around all of them
+        would keep who asks waiting for many. From any thread; costs nothing afterwards.
+        """
         if slot in self._locked:
             return
-        with self._lock:
-            if slot not in self._locked:
-                self._register(slot)
+        with self._changed:
+            self._changed.wait_for(lambda: slot not in self._under_way)
+            if slot in self._locked:
+                return
+            if self._failure is not None:
+                raise self._failure
+            self._under_way.add(slot)
+        try:
+            self._register(slot)
+        finally:
+            with self._changed:
+                self._under_way.remove(slot)
+                self._changed.notify_all()
 
     def close(self) -> None:
         """Unlock everything: nothing may be copied any more. May be called twice."""
         self._closing = True
         self._thread.join()
-        with self._lock:
+        with self._changed:
             while self._locked:
                 self._driver.cudaHostUnregister(self._spans[self._locked.pop()][0])
 
@@ -88,12 +101,10 @@ class PinnedSlots:
                 return
 
     def _register(self, slot: int) -> None:
-        if self._failure is not None:
-            raise self._failure
         address, nbytes = self._spans[slot]
         code = int(self._driver.cudaHostRegister(address, nbytes, _PORTABLE))
         if code != 0:
-            locked = sum(self._spans[done][1] for done in self._locked)
+            locked = sum(self._spans[done][1] for done in tuple(self._locked))
             raise TransportError(
                 f"slot {slot}: page-locking {nbytes} bytes failed with CUDA error {code}, after {locked / 2**30:.2f} GiB: "
                 "lower placement.host_memory_gb, or allow this process more locked memory"
