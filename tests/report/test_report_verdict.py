@@ -144,6 +144,21 @@ def test_compiling_after_warm_up_is_named_by_what_was_compiled() -> None:
     assert within_ten_percent(finding.predicted_gain, gained(plant, late=(), late_seconds=0.0))
 
 
+def test_damaged_packs_are_named_whatever_they_cost() -> None:
+    """Two damaged packs cost next to nothing; the headline has them behind the cause that costs, or alone."""
+    lines = [{"kind": "rejected_seals", "step": 50, "worker": "drafter-0", "rejected": 2, "packs": [100, 101]}]
+    run = planted(Plant(target=lambda pack: 0.3, devices=2))
+    verdict = judge(replace(run, events=lines))
+    assert kinds(verdict) == [*kinds(judge(run)), "rejected_seals"]
+    finding = verdict.findings[-1]
+    assert 0 < finding.share_lost < 0.01
+    assert "packs 100, 101" in finding.sentence
+    assert verdict.headline == f"{judge(run).headline}. {finding.sentence}"
+    alone = judge(replace(planted(), events=lines))
+    assert kinds(alone) == ["rejected_seals"]
+    assert alone.headline.count("drafter-0 refused packs") == 1
+
+
 @pytest.mark.parametrize(
     ("threshold", "kind", "plant"),
     [

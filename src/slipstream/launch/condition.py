@@ -39,6 +39,7 @@ class Condition:
     validated: float | None
     skipped: int
     restarts: int
+    rejected_seals: int
     detached: bool
     pid: int | None
     updated: float | None
@@ -77,6 +78,7 @@ def condition_of(folder: RunFolder) -> Condition:
         validated=validations[-1].get("acceptance_length") if validations else None,
         skipped=int(last.get("total_skipped_steps", 0)),
         restarts=int(state.get("restarts", 0)),
+        rejected_seals=int(state.get("rejected_seals", 0)),
         detached=handle is not None and handle.detached,
         pid=handle.pid if handle is not None and handle.is_alive else None,
         updated=updated,
@@ -109,6 +111,8 @@ def _health(
         said.append(f"{skipped} of the last {min(len(train), RATE_STEPS)} steps were skipped: not finite")
     if state.get("restarts"):
         said.append(f"target workers restarted {state['restarts']} times")
+    if state.get("rejected_seals"):
+        said.append(f"{state['rejected_seals']} packs of hidden states came damaged and were made again")
     return "; ".join(said) or "well"
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from slipstream.config import Recipe
 from slipstream.launch.prediction import compare
 from slipstream.launch.queues import QueueFile
+from slipstream.launch.rejections import KIND as REJECTED_SEALS
 from slipstream.observe import MetricLog, RunFacts, open_metric_log
 from slipstream.report.verdict import Verdict
 from slipstream.runfolder import RunFolder
@@ -27,7 +28,9 @@ class RunBook:
         self._recipe = recipe
         self._on_report = on_report
         self._metrics: MetricLog | None = None
-        self._state: dict[str, Any] = {"status": "starting", "step": 0, "steps": None, "cause": None, "restarts": 0}
+        self._state: dict[str, Any] = {
+            "status": "starting", "step": 0, "steps": None, "cause": None, "restarts": 0, "rejected_seals": 0,
+        }  # fmt: skip
         self.validations: list[dict[str, Any]] = []
         self.queues = QueueFile(folder.queues)
         self.trained = -1
@@ -72,6 +75,7 @@ class RunBook:
             self.queues.write(payload)
         elif kind == "restart":
             self._state["restarts"] += 1
+            self._renew()
             self._write({"kind": "restart", "step": self._state["step"], "worker": worker, **payload})
         elif kind == "done" and payload.get("bad_rows"):
             rows = payload["bad_rows"]
@@ -98,7 +102,21 @@ class RunBook:
             self.trained = max(self.trained, int(line["step"]))
         if line["kind"] == "validation":
             self.validations.append(dict(line))
+        if line["kind"] == REJECTED_SEALS:
+            self._state["rejected_seals"] += line["rejected"]
+            log.warning(
+                "%s refused %d packs of hidden states whose bytes were not those that were sealed, packs %s: made again",
+                line["worker"], line["rejected"], ", ".join(map(str, line["packs"])),
+            )  # fmt: skip
+            self._renew()
         self._write(line)
+
+    def _renew(self) -> None:
+        """Put down what was counted since the state last changed, for who reads it meanwhile; a full disk costs no run."""
+        try:
+            self.state(self._state["status"], cause=self._state["cause"])
+        except OSError:
+            log.warning("%s cannot be written", self._folder.state.name, exc_info=True)
 
     def _write(self, line: Mapping[str, Any]) -> None:
         if self._metrics is not None:

@@ -20,6 +20,7 @@ from slipstream.launch.borrowed import borrowed_ends
 from slipstream.launch.child import Control
 from slipstream.launch.planning import RunPlan, slot_layout
 from slipstream.launch.queues import QueueSampler
+from slipstream.launch.rejections import Rejections
 from slipstream.launch.stages import DryWatch, dry_watch, time_stages
 from slipstream.launch.work import gpu_work
 from slipstream.observe import Account, MetricLog
@@ -28,6 +29,7 @@ from slipstream.runfolder import RunFolder
 from slipstream.target.ends import FrozenEnds
 from slipstream.target.fingerprint import fingerprint_target
 from slipstream.trainer import ColumnShare, FitResult, MainRank, RankGroup, RunParts, build_trainer, latest
+from slipstream.transport.ends import SourceStats
 from slipstream.transport.ledger import QueueDepth
 
 Line = Mapping[str, object]
@@ -48,6 +50,10 @@ class Source(Protocol):
         """The pack's last use is over."""
         ...
 
+    def stats(self) -> SourceStats:
+        """What it counted so far."""
+        ...
+
     def depths(self) -> Mapping[int, QueueDepth]:
         """The queue between target and drafter by rank, now; empty where only the broker knows it."""
         ...
@@ -61,7 +67,7 @@ class OnDevice:
     """A source whose packs lie on the drafter's device, wherever their slots are.
 
     What the thread waits for `inside` a take is no other worker, where this process makes the packs itself. With a `watch` it
-    waits for its own GPU first, until that has run dry.
+    waits for its own GPU first, until that has run dry. `rejections` looks behind each take, one that fails too.
     """
 
     def __init__(
@@ -72,9 +78,11 @@ class OnDevice:
         account: Account | None = None,
         inside: str = "wait_input",
         watch: DryWatch | None = None,
+        rejections: Rejections | None = None,
     ) -> None:
         self._source = source
         self._device = device
+        self._rejections = rejections
         self._account, self._inside, self._watch = account or Account("source"), inside, watch
 
     def take(self, pack_id: int) -> HiddenPack:
@@ -82,7 +90,11 @@ class OnDevice:
         with self._account.state("wait_gpu" if self._watch else self._inside, pack=pack_id) as claim:
             if self._watch is not None:
                 self._watch.until_dry(claim, self._inside)
-            taken = self._source.take(pack_id)
+            try:
+                taken = self._source.take(pack_id)
+            finally:
+                if self._rejections is not None:
+                    self._rejections.look()
         found = taken.hidden_TKD.device.type
         assert found == self._device.type, f"pack {pack_id} came on {found}, the drafter is on {self._device}"
         return taken
@@ -181,7 +193,7 @@ def train_drafter(
     ends = borrowed_ends(info=info, dtype=recipe.drafter.dtype, device=job["device"], target_embedding_VD=target_embedding_VD)
     with ExitStack() as stack:
         stack.callback(source.close)
-        placed = _place(source, job=job, account=account, stack=stack)
+        placed = _place(source, job=job, control=control, account=account, stack=stack)
         group = _join(share=share, job=job, recipe=recipe, stack=stack)
         parts = RunParts(
             recipe=recipe,
@@ -236,18 +248,22 @@ def _sampled_queue(source: Source, *, control: Control, account: Account, plan: 
     )
 
 
-def _place(source: Source, *, job: Mapping[str, Any], account: Account, stack: ExitStack) -> OnDevice:
+def _place(source: Source, *, job: Mapping[str, Any], control: Control, account: Account, stack: ExitStack) -> OnDevice:
     """The source, with its takes charged to what they wait for.
 
     A process that makes its packs itself waits for its own GPU alone, or seals them on the CPU.
     """
     device = torch.device(job["device"])
+    rejections = Rejections(
+        worker=job["name"], stats=source.stats, step=lambda: account.step, put=lambda line: control.report("record", line)
+    )
     if job["role"] == "colocated":
-        return OnDevice(source, device=device, account=account, inside="publish" if job["device"] == "cpu" else "wait_gpu")
+        inside = "publish" if job["device"] == "cpu" else "wait_gpu"
+        return OnDevice(source, device=device, account=account, inside=inside, rejections=rejections)
     watch = dry_watch(device=job["device"])
     if watch is not None:
         stack.callback(watch.close)
-    return OnDevice(source, device=device, account=account, watch=watch)
+    return OnDevice(source, device=device, account=account, watch=watch, rejections=rejections)
 
 
 def _join(*, share: ColumnShare, job: Mapping[str, Any], recipe: Recipe, stack: ExitStack) -> RankGroup | None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from slipstream.report.findings_workers import damaged_packs
 from slipstream.report.reading import RunData, column
 from slipstream.report.spans import Floats, Samples
 from slipstream.report.times import split_by_kind, stage_rows, training_window, worker_times
@@ -18,7 +19,7 @@ RAMP_SHARE = 0.05
 RAMP_STEPS = 50
 """Steps at the start that rates leave out: this share of the run, at most so many."""
 LAST_SHARE = 0.05
-TOLD = ("warm_up", "target_warm_up", "late", "late_work", "restart", "sink_failed", "bad_rows")
+TOLD = ("warm_up", "target_warm_up", "late", "late_work", "restart", "sink_failed", "bad_rows", "rejected_seals")
 """Kinds of lines of metrics that are shown as events."""
 
 
@@ -85,6 +86,7 @@ def results(run: RunData) -> dict[str, Any]:
         "accuracy": _mean(column(run.train[-last:], "accuracy")),
         "skipped_steps": sum(bool(line.get("skipped")) for line in run.train),
         "bad_rows": int(np.nansum(column(run.train, "bad_rows"))),
+        "rejected_seals": damaged_packs(run),
         "context_tokens": int(np.nansum(column(run.train, "context_tokens"))),
         "anchors": int(np.nansum(column(run.train, "anchors"))),
         "validation": None,

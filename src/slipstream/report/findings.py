@@ -20,7 +20,7 @@ from slipstream.report.spans import Samples
 
 Kind = Literal[
     "target_bound", "drafter_bound", "balanced", "starvation", "back_pressure", "sawtooth", "rank_imbalance", "launch_bound",
-    "slow_loader", "checkpoint_stalls", "slow_validation", "recompiles",
+    "slow_loader", "checkpoint_stalls", "slow_validation", "recompiles", "rejected_seals",
 ]  # fmt: skip
 
 WAITS = 0.10

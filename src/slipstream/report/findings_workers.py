@@ -34,6 +34,7 @@ def worker_findings(measured: Measured, *, run: RunData) -> list[Finding]:
         _checkpoints(measured, every=recipe.get("checkpoint", {}).get("every_steps")),
         _validation(measured, section=recipe.get("validation", {})),
         _recompiles(measured, run=run),
+        _seals(measured, run=run),
     ]
     return [finding for finding in found if finding is not None]
 
@@ -195,3 +196,33 @@ def _recompiles(measured: Measured, *, run: RunData) -> Finding | None:
         predicted_gain=1 / (1 - share) - 1,
         numbers={"seconds": spent, "steps": sorted(steps), "names": names},
     )
+
+
+def _seals(measured: Measured, *, run: RunData) -> Finding | None:
+    """Packs that came damaged, ever: each was made twice. What it costs is little, what it tells of the machine is not."""
+    lines, count = _rejected_seals(run), damaged_packs(run)
+    if not count:
+        return None
+    packs = sorted({int(pack) for line in lines for pack in line.get("packs", ())})
+    workers = sorted({str(line.get("worker")) for line in lines})
+    shown = ", ".join(map(str, packs[:5])) + (", …" if len(packs) > 5 else "")
+    lost = count * measured.costs.target_seconds_per_pack / (measured.end - measured.begin) / len(measured.workers)
+    return Finding(
+        kind="rejected_seals",
+        sentence=f"{' and '.join(workers)} refused packs of hidden states {count} times, whose bytes were not those that were "
+        f"sealed (packs {shown}): they were made again, and none was trained on as it came",
+        share_lost=min(1.0, lost),
+        advice="look for failing memory, PCIe or GPU errors on this machine (nvidia-smi -q, dmesg); if there are none, please "
+        "report it",
+        predicted_gain=None,
+        numbers={"rejected": count, "packs": packs, "steps": sorted({int(line["step"]) for line in lines})},
+    )
+
+
+def damaged_packs(run: RunData) -> int:
+    """How often a pack's seal was refused, over all starts of a run."""
+    return sum(int(line.get("rejected") or 0) for line in _rejected_seals(run))
+
+
+def _rejected_seals(run: RunData) -> list[dict[str, Any]]:
+    return [line for line in run.events if line.get("kind") == "rejected_seals"]

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from slipstream.report.figures import steps_done, time_left
 from slipstream.report.findings import percent
+from slipstream.report.findings_workers import damaged_packs
 from slipstream.report.reading import RunData, column
 from slipstream.report.spans import Floats, Samples
 from slipstream.report.terminal_plots import Curve, bar, sparkline
@@ -93,7 +94,7 @@ def figures_row(run: RunData, *, width: int) -> Text:
         found.append((label, _mean(column(last, key))))
     skipped = last[-1].get("total_skipped_steps") if last else None
     row = Text()
-    for label, value in [*found, ("skipped", skipped or None)]:
+    for label, value in [*found, ("skipped", skipped or None), ("packs damaged", damaged_packs(run) or None)]:
         if value is None or len(row) + len(label) + 12 > width:
             continue
         row.append("   " if row else " ").append(f"{label} ", style="dim").append(exact(value), style="bold")

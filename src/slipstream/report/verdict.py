@@ -19,6 +19,8 @@ CONSEQUENCES = ("back_pressure",)
 HARMLESS = ("balanced",)
 TOLD_TOO = 0.10
 """A second cause is in the headline from this share of lost time on."""
+ALWAYS_TOLD = ("rejected_seals",)
+"""What is in the headline whatever it costs: data was damaged."""
 ALTERNATIVE = "; "
 """Parts one advice from the next; the headline has the first."""
 PAUSED = 0.01
@@ -97,6 +99,7 @@ def _headline(findings: Sequence[Finding], *, measured: Measured, predicted: flo
         second = findings[1]
         gain = "" if second.predicted_gain is None else f" (worth {percent(second.predicted_gain, sign=True)})"
         said += f". Besides, {second.sentence}{gain}"
+    said += "".join(f". {also.sentence}" for also in findings[1:] if also.kind in ALWAYS_TOLD and also.sentence not in said)
     if predicted is not None:
         off = percent(predicted / steady - 1, sign=True)
         words = f"{thousands(predicted)} were predicted before the run{source}, {off}"

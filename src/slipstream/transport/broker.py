@@ -226,9 +226,7 @@ class Broker:
                 self._consumer_waiting[consumer.name] = message.waiting_seconds
                 self._ledger.released(message.pack_id)
             case Rejected():
-                _LOG.warning(
-                    "%s refused the seal of pack %d, generation %d", consumer.name, message.pack_id, message.generation
-                )
+                _LOG.info("%s refused the seal of pack %d, generation %d", consumer.name, message.pack_id, message.generation)
                 self._ledger.rejected(message.pack_id, message.generation)
             case Leaving():
                 self._consumer_left(consumer)

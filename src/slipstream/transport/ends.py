@@ -26,13 +26,17 @@ class Verify(Enum):
 
 @dataclass(frozen=True, slots=True)
 class SourceStats:
-    """What a consumer did since it was made. Seconds of wall clock; packs by count."""
+    """What a consumer did since it was made. Seconds of wall clock; packs by count.
+
+    `rejected_packs` are the newest packs whose seal was refused, newest last, one entry a refusal.
+    """
 
     waiting_seconds: float
     verifying_seconds: float
     packs_taken: int
     packs_released: int
     seals_rejected: int
+    rejected_packs: tuple[int, ...] = ()
 
 
 class HiddenSink(Protocol):

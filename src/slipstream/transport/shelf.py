@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import time
+from collections import deque
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +15,11 @@ from slipstream.transport.ends import SourceStats, Verify
 from slipstream.transport.ledger import Assignment
 from slipstream.transport.messages import Ready
 from slipstream.transport.slots import SlotPool
+
+_LOG = logging.getLogger(__name__)
+
+NEWEST = 64
+"""Refused packs that are remembered by name."""
 
 
 @dataclass(slots=True)
@@ -32,6 +39,7 @@ class Shelf:
         self._rejections: dict[int, int] = {}
         self._verifying_seconds = 0.0
         self._taken = self._released = self._rejected = 0
+        self._newest_rejected: deque[int] = deque(maxlen=NEWEST)
         self.waiting_seconds = 0.0
 
     def __contains__(self, pack_id: int) -> bool:
@@ -55,12 +63,17 @@ class Shelf:
         """Its bytes are not: off the shelf. SealBroken when this pack was refused `max_rejections` times running."""
         broken = self._held.pop(pack_id).ready.assignment
         self._rejected += 1
+        self._newest_rejected.append(pack_id)
         times = self._rejections[pack_id] = self._rejections.get(pack_id, 0) + 1
         if times >= self._max_rejections:
             raise SealBroken(
                 f"pack {pack_id}, slot {broken.slot} of rank {broken.rank}, generation {broken.generation}: "
                 f"the bytes are not those that were sealed, {times} times running"
             )
+        _LOG.warning(
+            "pack %d, slot %d of rank %d, generation %d: the bytes are not those that were sealed; it is made again",
+            pack_id, broken.slot, broken.rank, broken.generation,
+        )  # fmt: skip
         return broken
 
     def release(self, pack_id: int) -> None:
@@ -82,6 +95,7 @@ class Shelf:
             packs_taken=self._taken,
             packs_released=self._released,
             seals_rejected=self._rejected,
+            rejected_packs=tuple(self._newest_rejected),
         )
 
 

@@ -1,7 +1,8 @@
 """Plants slowness in a child of a run under test; Python imports this first where a test put the folder on its path.
 
 `SLIPSTREAM_TEST_PLANT` holds JSON: seconds to sleep in `target` (a pack's forward), `use` (a drafter's forward), `batch`
-(building the arrays of one use), and `burst`: [every so many packs, seconds]. Nothing in `src/` knows of it.
+(building the arrays of one use), and `burst`: [every so many packs, seconds]; `damage` are packs whose first seal is wrong.
+Nothing in `src/` knows of it.
 """
 
 from __future__ import annotations
@@ -42,6 +43,22 @@ def _plant(plant: dict[str, Any]) -> None:
         from slipstream.trainer import build
 
         _before(build, "make_block_batch", lambda *_, **named: float(plant["batch"]))
+    if "damage" in plant:
+        _damage(set(plant["damage"]))
+
+
+def _damage(packs: set[int]) -> None:
+    """The first seal that is made of each of the packs is not that of its bytes."""
+    from slipstream.transport.slots import SlotPool
+
+    inner = SlotPool.seal
+
+    def sealed(pool: SlotPool, slot: int, pack_id: int, generation: int) -> int:
+        wrong = pack_id in packs
+        packs.discard(pack_id)
+        return inner(pool, slot, pack_id, generation) ^ wrong
+
+    SlotPool.seal = sealed  # type: ignore[method-assign]
 
 
 if "SLIPSTREAM_TEST_PLANT" in os.environ:

@@ -104,6 +104,7 @@ def test_a_flipped_bit_is_found_and_the_pack_made_again(harness: Harness) -> Non
     assert again.generation == 1
     assert_is(again, 0)
     assert source.stats().seals_rejected == 1
+    assert source.stats().rejected_packs == (0,)
     for pack_id in range(3):
         assert_is(source.take(pack_id), pack_id)
         harness.release(pack_id)

@@ -26,7 +26,9 @@ const RESULTS = [
   ["anchors/s", (model) => model.figures.rates.anchors_per_second, formatRate, 1],
   ["seconds per step", (model) => model.figures.rates.seconds_per_step, formatSeconds, -1],
   ["context tokens trained", (model) => model.figures.results.context_tokens, formatRate, 0],
-  ["skipped steps", (model) => model.figures.results.skipped_steps, formatNumber, 0],
+  ["skipped steps", (model) => model.figures.results.skipped_steps, formatNumber, -1],
+  ["rows not finite", (model) => model.figures.results.bad_rows, formatNumber, -1],
+  ["packs that came damaged", (model) => model.figures.results.rejected_seals, formatNumber, -1],
   ["verdict", (model) => model.verdict.headline, String, 0],
 ];
 

@@ -45,11 +45,13 @@ function keyFigures(model) {
   // Over wall time, as the verdict has it, validations and checkpoints included; and what they leave of it.
   const overall = model.verdict.tokens_per_second;
   const within = `${formatRate(model.verdict.steady_tokens_per_second ?? rates.context_tokens_per_second)} within steps`;
+  const faults = [[results.skipped_steps, "steps skipped"], [results.bad_rows, "rows not finite"], [results.rejected_seals, "packs came damaged"]];
+  const faulty = faults.filter(([count]) => count).map(([count, what]) => `${formatNumber(count)} ${what}`).join(", ");
   const items = [
     ["Context tokens/s", formatRate(overall ?? rates.context_tokens_per_second), within],
     ["Acceptance, validated", validation ? formatNumber(validation.last.acceptance_length, 3) : "–", best],
     ["Acceptance, training", formatNumber(results.acceptance_length, 3), `accuracy ${formatShare(results.accuracy, 1)}`],
-    ["Loss", formatNumber(results.loss, 3), results.skipped_steps ? `${results.skipped_steps} steps skipped` : "no step skipped"],
+    ["Loss", formatNumber(results.loss, 3), faulty || "no step skipped"],
     ["Seconds per step", formatSeconds(rates.seconds_per_step), `${formatRate(results.context_tokens)} tokens trained`],
     ...roleFigures(figures.workers),
   ];
