@@ -67,7 +67,6 @@ def test_validation_comes_first_then_what_is_alive_then_the_rest_in_order(recipe
     kept = [order for order in orders if order.kept]
     assert orders[: len(kept)] == kept
     assert [order.pack_id for order in kept] == [schedule.num_packs + index for index in range(len(plan.validation))]
-    assert {order.rank for order in kept} == {0}
     training = [order.pack_id for order in orders[len(kept) :]]
     alive = schedule.live_packs(13)
     assert alive
@@ -76,6 +75,20 @@ def test_validation_comes_first_then_what_is_alive_then_the_rest_in_order(recipe
     assert sorted(training) == sorted(needed), "each once, those that are over not at all"
     first_steps = [int(schedule.first_step[pack]) for pack in training[len(alive) :]]
     assert first_steps == sorted(first_steps)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_every_validation_pack_is_measured_by_the_rank_that_keeps_it(recipe: Recipe, ranks: int) -> None:
+    """In turn; of four ranks some keep none."""
+    plan = planned(recipe, ranks=ranks)
+    kept = [order for order in plan.orders() if order.kept]
+    shares = [plan.measured_by(rank) for rank in range(ranks)]
+    assert [[item.pack.pack_id for item in share] for share in shares] == [
+        [order.pack_id for order in kept if order.rank == rank] for rank in range(ranks)
+    ]
+    assert [order.rank for order in kept] == [index % ranks for index in range(len(plan.validation))]
+    assert [plan.num_slots(rank) - plan.training_slots for rank in range(ranks)] == [len(share) for share in shares]
+    assert 2 <= len(kept) < 4
 
 
 def test_every_column_has_one_owner(recipe: Recipe) -> None:

@@ -2,74 +2,51 @@
 
 from __future__ import annotations
 
+import json
+import multiprocessing
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from launch_material import tiny_recipe
+from measuring import STEPS, Measuring, leave_before_measuring, measure_as_rank, write_made_up_answers
 from torch import Tensor
 
-from slipstream.config import Recipe, read_target_info, resolve_drafter
-from slipstream.drafter import build_drafter
+from slipstream.config import Recipe
 from slipstream.evaluate.measure import simulate_set
 from slipstream.evaluate.prompts import PromptSet
 from slipstream.evaluate.summary import summarise
-from slipstream.launch.answers import ANSWERS_FILE, Answer, write_answers
-from slipstream.launch.planning import open_run_plan, slot_layout, write_schedule
-from slipstream.launch.training import OnDevice, Validation
+from slipstream.launch.planning import write_schedule
 from slipstream.records import Pack
 from slipstream.runfolder import RunFolder
-from slipstream.target.ends import FrozenEnds
-from slipstream.target.fake import FakeTarget
-from slipstream.transport.inline import InlineTransport
-from slipstream.transport.slots import SlotPool
 
-FEW = 9
-"""Answers hold tokens 4 to 8 and drafts are among the first nine, so that they stand now and then."""
+LENGTHS = [(5, 40), (12, 33), (30, 1), (9, 21), (40, 40)]
+"""Of prompts and answers: one of a single token, one as long as allowed."""
 
 
 @pytest.fixture
-def recipe(material: dict[str, str], tmp_path: Path) -> Recipe:
-    changes: dict[str, Any] = {"validation__prompts": material["prompts"], "validation__max_new_tokens": 40}
-    return tiny_recipe(material, tmp_path, name="measured", drafter__initializer_range=0.3, **changes)
+def make_run(material: dict[str, str], tmp_path: Path) -> Callable[..., Recipe]:
+    """A run whose schedule is written, six packs a step, so that it can be shared by 1, 2, 3 or 6 ranks."""
+
+    def make(name: str = "measured") -> Recipe:
+        changes: dict[str, Any] = {"validation__prompts": material["prompts"], "validation__max_new_tokens": 40}
+        recipe = tiny_recipe(
+            material, tmp_path, name=name, drafter__initializer_range=0.3, plan__packs_per_step=6, **changes
+        )  # fmt: skip
+        write_schedule(recipe=recipe, folder=RunFolder(Path(recipe.runs) / recipe.name))
+        return recipe
+
+    return make
 
 
-@pytest.fixture
-def answered(recipe: Recipe) -> list[Answer]:
-    """Answers of all lengths, one of a single token, one as long as allowed."""
-    rng = np.random.default_rng(8)
-    lengths = [(5, 40), (12, 33), (30, 1), (9, 21), (40, 40)]
-    found = [
-        Answer(prompt_ids=tuple(rng.integers(4, 200, p).tolist()), answer_ids=tuple(rng.integers(4, FEW, a).tolist()))
-        for p, a in lengths
-    ]
-    write_answers(path=RunFolder(Path(recipe.runs) / recipe.name).validation / ANSWERS_FILE, answers=found)
-    return found
-
-
-def test_acceptance_during_training_is_that_of_evaluate(recipe: Recipe, answered: list[Answer]) -> None:
-    info = read_target_info(recipe.target.model)
-    shape = resolve_drafter(recipe=recipe, info=info)
-    folder = RunFolder(Path(recipe.runs) / recipe.name)
-    write_schedule(recipe=recipe, folder=folder)
-    plan = open_run_plan(recipe=recipe, folder=folder, ranks=1, start_step=0)
-    target = FakeTarget(seed=2, num_taps=shape.num_taps, hidden_size=shape.hidden_size, vocab_size=shape.vocab_size)
-    head_VD = target.ends().head_VD.clone()
-    head_VD[FEW:] = 0
-    ends = FrozenEnds(embedding_VD=target.ends().embedding_VD, head_VD=head_VD)
-    drafter = build_drafter(shape=shape, dtype="float32", device="cpu", seed=1, attention="sdpa")
-    pool = SlotPool.private(layout=slot_layout(recipe=recipe, shape=shape, info=info), num_slots=plan.num_slots(0))
-    source = InlineTransport(
-        order=plan.orders(),
-        pool=pool,
-        produce=lambda given: target.capture(plan.pack(given.pack_id), hidden_TKD=pool.hidden(given.slot)),
-        fingerprint=target.fingerprint,
-    )
-    device = torch.device("cpu")
-    validation = Validation(plan=plan, source=OnDevice(source, device=device), drafter=drafter, ends=ends, shape=shape)
-    assert validation.num_packs > 1
+def test_acceptance_during_training_is_that_of_evaluate(make_run: Callable[..., Recipe]) -> None:
+    recipe = make_run()
+    answered = write_made_up_answers(recipe, LENGTHS)
+    measuring = Measuring.open(recipe)
+    shape, target = measuring.shape, measuring.target
+    assert len(measuring.plan.validation) > 1
 
     def capture(pack: Pack) -> Tensor:
         hidden_TKD = torch.empty(pack.capacity_tokens, shape.num_taps, shape.hidden_size)
@@ -82,17 +59,62 @@ def test_acceptance_during_training_is_that_of_evaluate(recipe: Recipe, answered
         answers=[answer.answer_ids for answer in answered],
         max_new_tokens=recipe.validation.max_new_tokens,
         capture=capture,
-        drafter=drafter,
-        ends=ends,
+        drafter=measuring.drafter,
+        ends=measuring.ends,
         shape=shape,
     )
     expected = summarise(paths, block_size=shape.block_size)
     assert expected.tau_steps is not None
     assert 1.05 < expected.tau_steps < shape.block_size, "some drafts stand, or nothing is compared"
-    for step in (0, 7):  # the slots are kept, so that later measurements find the same states
-        found = validation.measure(step)
+    for step in STEPS:
+        found = measuring.validation.measure(step)
         assert found["acceptance_length"] == expected.tau_steps
         assert found["acceptance_length_by_request"] == expected.tau_requests
         assert found["slot_acceptance"] == list(expected.slot_acceptance)
         assert found["histogram"] == list(expected.histogram)
         assert found["answers"] == len(answered) == expected.requests
+
+
+def spawn(count: int, function: Callable[..., None], *arguments: Any) -> list[int | None]:
+    """Exit codes of that many processes; `function` is given its number first."""
+    context = multiprocessing.get_context("spawn")
+    children = [context.Process(target=function, args=(number, *arguments)) for number in range(count)]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join(timeout=120)
+    return [child.exitcode for child in children]
+
+
+def without_time(metrics: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in metrics.items() if name != "seconds"}
+
+
+def test_any_number_of_ranks_finds_the_very_same(make_run: Callable[..., Recipe], tmp_path: Path) -> None:
+    """Each pack is captured by one rank alone; also where there are fewer packs than ranks."""
+    many, few = make_run("many"), make_run("few")
+    write_made_up_answers(many, [*LENGTHS, (50, 40), (3, 17), (60, 30)])
+    write_made_up_answers(few, LENGTHS[:2])
+    expected, packs = [], []
+    for recipe in (many, few):
+        alone = Measuring.open(recipe)
+        expected.append([without_time(alone.validation.measure(step)) for step in STEPS])
+        packs.append(alone.captured)
+    assert len(packs[0]) > 3 > 2 > len(packs[1]) == 1, "each of three ranks has some of the one, only the first of the other"
+    for found in expected:
+        assert found[0]["acceptance_length"] > 1.05
+    for ranks in (2, 3):
+        recipes = [recipe.model_dump(mode="json") for recipe in (many, few)]
+        assert spawn(ranks, measure_as_rank, ranks, tmp_path, recipes) == [0] * ranks
+        shares = [json.loads((tmp_path / f"found-{rank}-of-{ranks}.json").read_text()) for rank in range(ranks)]
+        for number, whole in enumerate(packs):
+            for rank, share in enumerate(shares):
+                assert [without_time(metrics) for metrics in share[number]["metrics"]] == expected[number]
+                assert share[number]["captured"] == whole[rank::ranks]
+
+
+def test_a_rank_that_fails_at_its_share_is_missed(make_run: Callable[..., Recipe], tmp_path: Path) -> None:
+    recipe = make_run()
+    write_made_up_answers(recipe, LENGTHS)
+    assert spawn(2, leave_before_measuring, tmp_path, recipe.model_dump(mode="json")) == [0, 7]
+    assert (tmp_path / "error").read_text().startswith("PeerDied: drafter rank 0 lost another rank")

@@ -207,6 +207,16 @@ def test_replayed_slots_lie_where_the_run_puts_them(target):
     assert plan_memory(**arguments).slots_in_host_memory("colocated") == number, "on a CPU"
 
 
+def test_ranks_keep_validation_packs_in_turn(target):
+    """5 packs over 2 ranks: 3 slots in the fuller one, 5 in all."""
+    recipe, info = recipe_of(target, placement={"drafter_ranks": 2}), read_target_info(str(target))
+    shape = resolve_drafter(recipe=recipe, info=info)
+    arguments = {"recipe": recipe, "info": info, "shape": shape, "schedule_slots_per_column": 3, "device": "cuda"}
+    memory = plan_memory(**arguments, validation_slots=5)
+    assert item(memory.of("colocated")[0], "slots on the device") == (2 + 3) * memory.slot_nbytes
+    assert memory.num_slots == 4 * 3 + 5
+
+
 def test_slots_on_the_gpu_need_no_host_memory(target):
     memory = memory_of(target, device="cuda", placement={"host_memory_gb": 1e-6})
     memory.check_host_slots("colocated")

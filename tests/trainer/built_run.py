@@ -157,8 +157,9 @@ class Built:
             account=account or Account("drafter-0"),
             device=torch.device(device),
             work=work,
+            validate=self.validate,
         )
-        main = MainRank(log=self.log, checkpoints=self.checkpoints, validate=self.validate)
+        main = MainRank(log=self.log, checkpoints=self.checkpoints)
         self.trainer = build_trainer(parts=parts, main=main, resume=latest(self.checkpoints) if resume else None, gpu=gpu)
 
     def validate(self, step: int) -> dict[str, object]:

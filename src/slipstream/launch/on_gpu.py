@@ -189,4 +189,4 @@ def _slots_in_order(plan: RunPlan, rank: int) -> list[int]:
 
 def _guest(gpu: Gpu, *, layout: SlotLayout, plan: RunPlan, rank: int) -> Buffer | None:
     """The buffer of kept packs, where a rank has any."""
-    return gpu.buffers(layout, 1)[0] if rank == 0 and plan.validation else None
+    return gpu.buffers(layout, 1)[0] if plan.measured_by(rank) else None

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 class ValidationPack:
     """A pack of answered validation prompts and the uses that cover all its anchors. Its slot is kept for the whole run.
 
-    `max_lengths[document_id]` is the length in tokens at which decoding would have stopped. Rank 0 measures for all.
+    `max_lengths[document_id]` is the length in tokens at which decoding would have stopped.
     """
 
     pack: Pack
@@ -54,13 +54,18 @@ class RunPlan:
         return self.schedule.num_columns // self.ranks * self.schedule.slots_per_column
 
     def num_slots(self, rank: int) -> int:
-        """Slots of one rank's pool, those of validation packs included."""
-        return self.training_slots + (len(self.validation) if rank == 0 else 0)
+        """Slots of one rank's pool, those of the validation packs that it measures included."""
+        return self.training_slots + len(self.measured_by(rank))
 
     def orders(self) -> list[PackOrder]:
         """All packs in the order they are to be made: validation first, then those alive at the cursor, then the rest."""
         kept = [
-            PackOrder(pack_id=item.pack.pack_id, rank=0, slot=self.training_slots + index, kept=True)
+            PackOrder(
+                pack_id=item.pack.pack_id,
+                rank=index % self.ranks,
+                slot=self.training_slots + index // self.ranks,
+                kept=True,
+            )
             for index, item in enumerate(self.validation)
         ]
         per_column = self.schedule.slots_per_column
@@ -78,6 +83,10 @@ class RunPlan:
         """A training or validation pack by its id."""
         first = self.schedule.num_packs
         return self.validation[pack_id - first].pack if pack_id >= first else self.planner.pack(pack_id)
+
+    def measured_by(self, rank: int) -> tuple[ValidationPack, ...]:
+        """The validation packs that a drafter rank measures: rank, rank + ranks, ...; none where there are more ranks."""
+        return self.validation[rank :: self.ranks]
 
     def owned_columns(self, rank: int) -> tuple[int, ...]:
         """The columns that a drafter rank trains on."""

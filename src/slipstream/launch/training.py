@@ -8,13 +8,14 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from slipstream.config import DrafterShape, Recipe, TargetInfo
 from slipstream.drafter import DFlashDrafter, build_drafter
 from slipstream.evaluate.acceptance import simulate_pack
-from slipstream.evaluate.summary import summarise
+from slipstream.evaluate.summary import count_path, num_counts, summarise_counts
 from slipstream.export.warm_start import read_warm_start
 from slipstream.launch.borrowed import borrowed_ends
 from slipstream.launch.child import Control
@@ -24,7 +25,7 @@ from slipstream.launch.rejections import Rejections
 from slipstream.launch.stages import DryWatch, dry_watch, time_stages
 from slipstream.launch.work import gpu_work
 from slipstream.observe import Account, MetricLog
-from slipstream.records import HiddenPack
+from slipstream.records import HiddenPack, Int64Array
 from slipstream.runfolder import RunFolder
 from slipstream.target.ends import FrozenEnds
 from slipstream.target.fingerprint import fingerprint_target
@@ -35,8 +36,8 @@ from slipstream.transport.ledger import QueueDepth
 Line = Mapping[str, object]
 
 PEER_SECONDS = 3600.0
-"""Longest wait of a drafter rank for another, which may validate or wait for its disk meanwhile. A rank that dies is noticed by
-the supervisor, at once."""
+"""Longest wait of a drafter rank for another, which may wait for its disk meanwhile, or measure more. A rank that dies is
+noticed by the supervisor, at once."""
 
 
 class Source(Protocol):
@@ -119,24 +120,48 @@ class ReportSink:
 
 
 class Validation:
-    """Exact greedy acceptance length over the answered prompts, whose hidden states stay in kept slots."""
+    """Exact greedy acceptance length over the answered prompts, whose hidden states stay in kept slots.
+
+    Each rank of `group` measures the packs that the plan gives it, with its own copy of the weights, which are equal on all.
+    What it counted by answer is summed over the ranks, so that the figures are the same however many there are.
+    """
 
     def __init__(
-        self, *, plan: RunPlan, source: OnDevice, drafter: DFlashDrafter, ends: FrozenEnds, shape: DrafterShape
+        self,
+        *,
+        plan: RunPlan,
+        source: OnDevice,
+        drafter: DFlashDrafter,
+        ends: FrozenEnds,
+        shape: DrafterShape,
+        rank: int,
+        group: RankGroup | None,
     ) -> None:
-        self._plan, self._source, self._drafter, self._ends = plan, source, drafter, ends
-        self._shape = shape
-
-    @property
-    def num_packs(self) -> int:
-        """Packs of answers; none where the recipe validates nothing."""
-        return len(self._plan.validation)
+        self._source, self._drafter, self._ends, self._shape = source, drafter, ends, shape
+        self._packs, self._group = plan.measured_by(rank), group
+        documents = sorted(int(number) for item in plan.validation for number in item.pack.document_ids)
+        self._row_of = {number: row for row, number in enumerate(documents)}
 
     def measure(self, step: int) -> dict[str, object]:
-        """Metrics by name: both means, acceptance by slot, the histogram, and how many answers took part."""
+        """Metrics by name: both means, acceptance by slot, the histogram, and how many answers took part.
+
+        A reduction over the ranks: all call it at the same steps, those that have no pack to measure too. Raises `PeerDied`.
+        """
         began = time.monotonic()
-        paths = []
-        for item in self._plan.validation:
+        summary = summarise_counts(self._joined(self._count()), block_size=self._shape.block_size)
+        return {
+            "acceptance_length": summary.tau_steps,
+            "acceptance_length_by_request": summary.tau_requests,
+            "slot_acceptance": list(summary.slot_acceptance),
+            "histogram": list(summary.histogram),
+            "answers": summary.requests,
+            "seconds": time.monotonic() - began,
+        }
+
+    def _count(self) -> Int64Array:
+        """This rank's answers, int64 `[A, 1 + C]` in the order of the prompts: 1 and the counts of the path; others are 0."""
+        counts = np.zeros((len(self._row_of), 1 + num_counts(self._shape.block_size)), dtype=np.int64)
+        for item in self._packs:
             taken = self._source.take(item.pack.pack_id)
             found = simulate_pack(
                 drafter=self._drafter,
@@ -147,16 +172,19 @@ class Validation:
                 uses=item.uses,
                 max_lengths=item.max_lengths,
             )
-            paths += [document.path for document in found]
-        summary = summarise(paths, block_size=self._shape.block_size)
-        return {
-            "acceptance_length": summary.tau_steps,
-            "acceptance_length_by_request": summary.tau_requests,
-            "slot_acceptance": list(summary.slot_acceptance),
-            "histogram": list(summary.histogram),
-            "answers": summary.requests,
-            "seconds": time.monotonic() - began,
-        }
+            for document in found:
+                row = counts[self._row_of[document.document_id]]
+                row[0], row[1:] = 1, count_path(document.path, block_size=self._shape.block_size)
+        return counts
+
+    def _joined(self, counts: Int64Array) -> Int64Array:
+        """The counts of all ranks, int64 `[A, C]`."""
+        if self._group is not None:
+            summed = torch.from_numpy(counts).to(self._drafter.device)
+            self._group.wait(self._group.start_sum(summed))
+            counts = summed.cpu().numpy()
+        assert (counts[:, 0] == 1).all(), f"answers are measured {counts[:, 0].tolist()} times"
+        return counts[:, 1:]
 
 
 def new_drafter(*, recipe: Recipe, shape: DrafterShape, device: str) -> DFlashDrafter:
@@ -195,6 +223,7 @@ def train_drafter(
         stack.callback(source.close)
         placed = _place(source, job=job, control=control, account=account, stack=stack)
         group = _join(share=share, job=job, recipe=recipe, stack=stack)
+        validation = Validation(plan=plan, source=placed, drafter=drafter, ends=ends, shape=shape, rank=rank, group=group)
         parts = RunParts(
             recipe=recipe,
             shape=shape,
@@ -209,9 +238,9 @@ def train_drafter(
             account=account,
             device=torch.device(job["device"]),
             work=gpu_work(info=info, shape=shape, device=job["device"], makes_packs=job["role"] == "colocated"),
+            validate=validation.measure if plan.validation else None,
         )
-        validation = Validation(plan=plan, source=placed, drafter=drafter, ends=ends, shape=shape)
-        main = _main_rank(rank=rank, control=control, folder=folder, validation=validation, stack=stack)
+        main = _main_rank(rank=rank, control=control, folder=folder, stack=stack)
         trainer = build_trainer(parts=parts, main=main, resume=Path(job["checkpoint"]) if job["checkpoint"] else None)
         if recipe.drafter.warm_start is not None and trainer.start_step == 0:
             trainer.optimizer.load_weights(read_warm_start(Path(recipe.drafter.warm_start), shape=shape))
@@ -279,9 +308,8 @@ def _join(*, share: ColumnShare, job: Mapping[str, Any], recipe: Recipe, stack: 
     return group
 
 
-def _main_rank(*, rank: int, control: Control, folder: RunFolder, validation: Validation, stack: ExitStack) -> MainRank | None:
+def _main_rank(*, rank: int, control: Control, folder: RunFolder, stack: ExitStack) -> MainRank | None:
     if rank != 0:
         return None
     log = stack.enter_context(MetricLog({"supervisor": ReportSink(control)}))
-    measures = bool(validation.num_packs)
-    return MainRank(log=log, checkpoints=folder.checkpoints, validate=validation.measure if measures else None)
+    return MainRank(log=log, checkpoints=folder.checkpoints)

@@ -147,9 +147,9 @@ def plan_memory(
 ) -> MemoryPlan:
     """The memory plan of a recipe whose schedule needs so many slots a column, in both placements.
 
-    `validation_slots` are kept besides. `gpu_memory_bytes` decides whether a colocated process has its slots on the device; if
-    it is not known, those of packs that are trained on once are taken to fit, others not. Activations on a CPU and what the
-    driver takes are estimates; all else is counted.
+    `validation_slots` are kept besides, by the drafter ranks in turn. `gpu_memory_bytes` decides whether a colocated process
+    has its slots on the device; if it is not known, those of packs that are trained on once are taken to fit, others not.
+    Activations on a CPU and what the driver takes are estimates; all else is counted.
     """
     processes = Processes(
         recipe=recipe,
@@ -158,7 +158,7 @@ def plan_memory(
         weights=count_target_weights(info),
         device=device,
         rank_slots=recipe.plan.packs_per_step // recipe.placement.drafter_ranks * schedule_slots_per_column,
-        kept_slots=validation_slots,
+        kept_slots=-(-validation_slots // recipe.placement.drafter_ranks),
         gpu_memory_bytes=gpu_memory_bytes,
     )
     planned, alternatives = [], []

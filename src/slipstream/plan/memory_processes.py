@@ -55,8 +55,8 @@ STAGES: dict[Role, Stages] = {
 class Processes:
     """The processes of a recipe on one kind of device. `weights` are `count_target_weights(info)`, which reads files.
 
-    `rank_slots` hold the training packs of a drafter rank, `kept_slots` those for validation. `gpu_memory_bytes` is the size
-    of a GPU; None where it is not known.
+    `rank_slots` hold the training packs of a drafter rank, `kept_slots` those that it measures, of the rank that has most.
+    `gpu_memory_bytes` is the size of a GPU; None where it is not known.
     """
 
     recipe: Recipe

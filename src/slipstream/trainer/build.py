@@ -55,6 +55,8 @@ class RunParts:
     """What every rank hands over. `ends` are in the drafter's type and place; `group` is none for a rank alone.
 
     `drafter` holds the initial weights; the trainer takes its parameters over. `work` is what rank 0's GPU can do, for metrics.
+    `validate(step)` measures this rank's share, waits for the others' and returns metrics of all by name, among which
+    "acceptance_length" decides which checkpoint is the best; every rank has one or none has.
     """
 
     recipe: Recipe
@@ -70,6 +72,7 @@ class RunParts:
     account: Account
     device: torch.device
     work: GpuWork | None = None
+    validate: Callable[[int], Mapping[str, object]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,14 +85,10 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class MainRank:
-    """The side jobs that rank 0 does for all. `validate(step)` returns metrics by name; none measures nothing.
-
-    "acceptance_length" among them decides which checkpoint is the best. Without a folder for `checkpoints` none is written.
-    """
+    """The side jobs that rank 0 does for all. Without a folder for `checkpoints` none is written."""
 
     log: MetricLog
     checkpoints: Path | None
-    validate: Callable[[int], Mapping[str, object]] | None
 
 
 def build_trainer(*, parts: RunParts, main: MainRank | None, resume: Path | None = None, gpu: Gpu | None = None) -> Trainer:
@@ -154,7 +153,7 @@ def _engine(
     if gpu is None:
         return None
     # a fresh run measures before its first step anyway; one that resumes may not for a long time
-    validate = main.validate if main is not None and 0 < start_step < parts.schedule.num_steps else None
+    validate = parts.validate if 0 < start_step < parts.schedule.num_steps else None
     columns = parts.share.columns(parts.schedule.num_columns)
 
     def take_first() -> None:
@@ -252,11 +251,11 @@ def _column_pass(parts: RunParts, engine: Engine | None) -> ColumnPass:
 
 
 def _validation(parts: RunParts, main: MainRank | None, *, gpu: Gpu | None) -> ValidationHook | None:
-    if main is None or main.validate is None:
+    if parts.validate is None:
         return None
     return ValidationHook(
-        measure=main.validate,
-        log=main.log,
+        measure=parts.validate,
+        log=main.log if main is not None else None,
         every_steps=parts.recipe.validation.every_steps,
         num_steps=parts.schedule.num_steps,
         account=parts.account,

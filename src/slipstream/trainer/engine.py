@@ -40,7 +40,7 @@ SLOT_TYPES: Mapping[str, torch.dtype] = {"float32": torch.float32}
 class EngineParts:
     """What the engine is built from: `make_batch` builds a use's blocks; `num_columns` are this rank's own.
 
-    `validate` measures as training will; none where this rank measures nothing, or has measured by the time training starts.
+    `validate` measures as training will; none where nothing is measured, or was by the time training starts.
     `take_first` takes the first pack that training will, which runs the target where it is in this process.
     """
 

@@ -91,14 +91,16 @@ class ValidationHook(Hook):
     """Runs a measurement every so many steps, before the first step of a fresh run, and after the last step.
 
     `measure(step)` returns metrics by name; "acceptance_length" among them decides which checkpoint is the best one. It
-    begins once `finish` has waited for the steps that are still on the device, so that its time is its own.
+    begins once `finish` has waited for the steps that are still on the device, so that its time is its own. Every rank has
+    such a hook, since they measure together, and all come to it at the same steps. `log` is none on ranks that write no
+    metrics.
     """
 
     def __init__(
         self,
         *,
         measure: Callable[[int], Mapping[str, object]],
-        log: MetricLog,
+        log: MetricLog | None,
         every_steps: int,
         num_steps: int,
         account: Account | None = None,
@@ -134,4 +136,5 @@ class ValidationHook(Hook):
         with self._account.state("validate", step=step):
             metrics = self._measure(step)
         self._latest = (step, metrics)
-        self._log.write({"kind": "validation", "step": step, **metrics})
+        if self._log is not None:
+            self._log.write({"kind": "validation", "step": step, **metrics})

@@ -85,4 +85,4 @@ class RankGroup:
             dist.destroy_process_group()
 
     def _lost(self, error: Exception) -> PeerDied:
-        return PeerDied(f"drafter rank {self.share.rank} lost another rank while summing gradients: {error}")
+        return PeerDied(f"drafter rank {self.share.rank} lost another rank during a reduction: {error}")

@@ -117,7 +117,7 @@ class Ground:
                 share=ColumnShare(rank=0, ranks=1), group=None, account=account, device=device,
             )  # fmt: skip
             with tempfile.TemporaryDirectory(prefix="slipstream-bench-") as scratch, MetricLog({}) as log:
-                main = MainRank(log=log, checkpoints=Path(scratch), validate=None)
+                main = MainRank(log=log, checkpoints=Path(scratch))
                 trainer = build_trainer(parts=parts, main=main)
                 if recipe.drafter.warm_start is not None:
                     trainer.optimizer.load_weights(read_warm_start(Path(recipe.drafter.warm_start), shape=self._shape))

@@ -112,7 +112,7 @@ def play_probe_drafter(job: Job, control: Control, account: Account) -> dict[str
     opened = open_job(job)
     plan = opened.plan(job)
     parts = _parts(job=job, opened=opened, plan=plan, account=account)
-    trainer = build_trainer(parts=parts, main=MainRank(log=MetricLog({}), checkpoints=None, validate=None))
+    trainer = build_trainer(parts=parts, main=MainRank(log=MetricLog({}), checkpoints=None))
     time_stages(account, device=job["device"])
     control.report("ready", {})
     account.rest()
