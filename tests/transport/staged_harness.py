@@ -60,6 +60,31 @@ class AlwaysReached:
         pass
 
 
+class Slow(AtOnce):
+    """A device whose events are reached when `go_on` is set; if it is `broken`, the first wait for one is an error."""
+
+    def __init__(self) -> None:
+        self.go_on = threading.Event()
+        self.broken = False
+
+    def event(self) -> Event:
+        return SlowEvent(self)
+
+
+class SlowEvent:
+    def __init__(self, device: Slow) -> None:
+        self.device = device
+
+    def query(self) -> bool:
+        return self.device.go_on.is_set()
+
+    def synchronize(self) -> None:
+        assert self.device.go_on.wait(30)
+        if self.device.broken:
+            self.device.broken = False
+            raise RuntimeError("an illegal memory access was encountered")
+
+
 class PlainOperations:
     """The operations on CPU tensors."""
 
@@ -90,12 +115,12 @@ def write_states(assignment: Assignment, slot: DeviceSlot) -> None:
     slot.last_hidden_TD.copy_(states_of(assignment.pack_id)[:, 1])
 
 
-def make_host(pool: SlotPool) -> HostSlots:
+def make_host(pool: SlotPool, streams: Streams = STREAMS) -> HostSlots:
     return HostSlots(
         pool=pool,
         locked=Unlocked(),
         parts_MP=torch.zeros(pool.num_slots, 1, dtype=torch.int64),
-        landed=[STREAMS.event() for _ in range(pool.num_slots)],
+        landed=[streams.event() for _ in range(pool.num_slots)],
     )
 
 
@@ -122,6 +147,7 @@ class StagedHost:
         num_slots: int,
         produce: Callable[[Assignment, DeviceSlot], None] = write_states,
         layout: SlotLayout = LAYOUT,
+        target_streams: Streams | None = None,
     ) -> None:
         self.memory = SharedMemory.create(layout.nbytes * num_slots)
         self.pool = SlotPool.shared(layout, num_slots, self.memory)
@@ -143,9 +169,9 @@ class StagedHost:
         self.broker.attach_producer("target-0", ours)
         self.sink = StagedSink(
             sink=SharedSink(connection=theirs, pools=[], fingerprint="target"),
-            hosts=[make_host(SlotPool.shared(layout, num_slots, self.memory))],
+            hosts=[make_host(SlotPool.shared(layout, num_slots, self.memory), target_streams or STREAMS)],
             slots=make_slots(2, layout),
-            streams=STREAMS,
+            streams=target_streams or STREAMS,
             operations=OPERATIONS,
         )
         self.written: list[Assignment] = []

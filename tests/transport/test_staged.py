@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -11,6 +12,7 @@ from staged_harness import (
     LAYOUT,
     OPERATIONS,
     STREAMS,
+    Slow,
     StagedHost,
     make_buffers,
     make_host,
@@ -40,6 +42,14 @@ def ring(num_packs: int, *, num_slots: int) -> list[PackOrder]:
 def once(*pack_ids: int) -> list[PlannedUse]:
     """Each pack used once, or, if it is there again, for the last time at its last place."""
     return [PlannedUse(pack_id, pack_id not in pack_ids[place + 1 :]) for place, pack_id in enumerate(pack_ids)]
+
+
+def wait_until(true: Callable[[], bool], *, seconds: float = 30.0) -> bool:
+    """Whether it became so in time."""
+    deadline = time.monotonic() + seconds
+    while not true() and time.monotonic() < deadline:
+        time.sleep(0.005)
+    return true()
 
 
 def assert_is(pack: HiddenPack, pack_id: int) -> None:
@@ -187,6 +197,31 @@ def test_closing_ends_a_wait(hosts: list[StagedHost]) -> None:
     with pytest.raises(TransportClosed):
         host.source.take(1)
     closer.join(30)
+
+
+def test_a_worker_takes_no_more_packs_than_keep_its_device_busy(hosts: list[StagedHost]) -> None:
+    device = Slow()
+    hosts.append(host := StagedHost(ring(8, num_slots=8), once(*range(8)), num_slots=8, target_streams=device))
+    assert wait_until(lambda: len(host.written) == 3)
+    assert not wait_until(lambda: len(host.written) > 3, seconds=0.3), "two device slots, and one pack launched behind them"
+    assert host.broker.depths()[0].issued == 3
+    device.go_on.set()
+    for pack_id in range(8):
+        assert_is(host.source.take(pack_id), pack_id)
+        host.source.release(pack_id)
+
+
+@pytest.mark.parametrize("num_slots", [2, 8], ids=["waiting for a slot", "waiting for its device"])
+def test_a_worker_whose_device_fails_says_so_and_does_not_wait_for_slots(hosts: list[StagedHost], num_slots: int) -> None:
+    device = Slow()
+    device.broken = True
+    order = ring(8, num_slots=num_slots)
+    hosts.append(host := StagedHost(order, once(*range(8)), num_slots=num_slots, target_streams=device))
+    assert wait_until(lambda: len(host.written) == min(num_slots, 3))
+    device.go_on.set()
+    host.thread.join(30)
+    assert not host.thread.is_alive(), "it waits for packs that never land to free their slots"
+    assert "illegal memory access" in host.failures.pop()
 
 
 @INLINE

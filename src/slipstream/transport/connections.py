@@ -29,3 +29,9 @@ def shut_down(connection: Connection) -> None:
     """End both directions, so that a thread of ours that reads from it wakes up. What was sent can still be read."""
     with socket.socket(fileno=os.dup(connection.fileno())) as end, contextlib.suppress(OSError):  # the peer may be gone
         end.shutdown(socket.SHUT_RDWR)
+
+
+def stop_reading(connection: Connection) -> None:
+    """A thread of ours that reads from it hears that it ended, once it has read what came before. The peer notices nothing."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as end, contextlib.suppress(OSError):
+        end.shutdown(socket.SHUT_RD)

@@ -16,6 +16,7 @@ import torch
 
 from slipstream.records import HiddenPack
 from slipstream.transport.broker import Broker
+from slipstream.transport.connections import stop_reading
 from slipstream.transport.consumer_end import LEFT_HERE, ConsumerEnd, OneTarget
 from slipstream.transport.ends import SourceStats, Verify
 from slipstream.transport.ledger import Assignment, QueueDepth
@@ -93,6 +94,10 @@ class SharedSink:
         """
         with self._sending, contextlib.suppress(OSError):
             self._connection.send(Published(assignment=assignment, seal=seal, fingerprint=self._fingerprint))
+
+    def interrupt(self) -> None:
+        """Have `acquire`, which may be waiting, raise from here on. From any thread."""
+        stop_reading(self._connection)
 
     def close(self) -> None:
         """Leave in order; unfinished packs are issued again. Lets go of the pools."""

@@ -11,6 +11,7 @@ import torch
 
 from slipstream.device.completer import CompleterThread
 from slipstream.device.streams import Streams
+from slipstream.errors import TransportError
 from slipstream.records import HiddenPack
 from slipstream.transport.arrivals import Arrivals, Buffer
 from slipstream.transport.consumer_end import LEFT_HERE, ConsumerEnd, OneTarget
@@ -29,7 +30,8 @@ class StagedSink:
     """The `HiddenSink` of a target worker on CUDA: what is written is a device slot, on the calling thread's stream.
 
     `sink` is its connection to the broker, owned from here on; `hosts[r]` the pool of drafter rank r, likewise; `slots` two
-    or more on the device. `publish` returns at once: the pack is handed over when its bytes are in host memory.
+    or more on the device. `publish` returns at once: the pack is handed over when its bytes are in host memory. At most one
+    pack more than there are `slots` is under way: more keep no device busier, and would be kept from other workers.
     """
 
     def __init__(
@@ -42,7 +44,9 @@ class StagedSink:
         operations: Operations,
     ) -> None:
         self._sink, self._hosts = sink, hosts
+        self._changed = threading.Condition()  # over the two below
         self._failure: Exception | None = None
+        self._under_way, self._most_under_way = 0, len(slots) + 1
         self._completer = CompleterThread(streams=streams, name="device-to-host", failed=self._fail)
         self._departures = Departures(
             streams=streams,
@@ -50,14 +54,20 @@ class StagedSink:
             slots=slots,
             hosts=dict(enumerate(hosts)),
             completer=self._completer,
-            publish=sink.announce,
+            publish=self._landed,
         )
 
     def acquire(self) -> Assignment | None:
-        """The next pack to produce. Contract: `HiddenSink.acquire`."""
-        assignment = self._sink.acquire()
-        if self._failure is not None:
-            raise self._failure
+        """The next pack to produce. Contract: `HiddenSink.acquire`. Raises what went wrong with packs that had departed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._failure is not None or self._under_way < self._most_under_way)
+            self._check()
+        try:
+            assignment = self._sink.acquire()
+        except TransportError:
+            self._check()
+            raise
+        self._check()
         if assignment is not None:
             self._departures.begin(assignment)
         return assignment
@@ -76,6 +86,8 @@ class StagedSink:
 
     def publish(self, assignment: Assignment) -> None:
         """Seal the slot and send it on its way; it must not be written to from here on."""
+        with self._changed:
+            self._under_way += 1
         self._departures.depart(assignment)
 
     def close(self) -> None:
@@ -86,8 +98,21 @@ class StagedSink:
         for host in self._hosts:
             host.close()
 
+    def _landed(self, assignment: Assignment, *, seal: int) -> None:
+        self._sink.announce(assignment, seal=seal)
+        with self._changed:
+            self._under_way -= 1
+            self._changed.notify_all()
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
     def _fail(self, error: Exception) -> None:
-        self._failure = error
+        with self._changed:
+            self._failure = error
+            self._changed.notify_all()
+        self._sink.interrupt()  # without it the worker would wait for a slot that packs hold which never land
 
 
 class StagedSource:
