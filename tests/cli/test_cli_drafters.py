@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 
 import pytest
@@ -51,8 +52,13 @@ def target(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def run_folder(target, tmp_path_factory):
-    """A run with two checkpoints, step 5 the newest."""
-    folder = RunFolder(tmp_path_factory.mktemp("runs") / "tiny")
+    """A run with two checkpoints, step 5 the newest, none validated."""
+    return make_run(tmp_path_factory.mktemp("runs") / "tiny", target, {3: None, 5: None})
+
+
+def make_run(path, target, lengths):
+    """A run with checkpoints of some steps, each with the acceptance length that validation measured there."""
+    folder = RunFolder(path)
     folder.create()
     recipe = make_recipe(
         {
@@ -67,11 +73,12 @@ def run_folder(target, tmp_path_factory):
     shape = resolve_drafter(recipe=recipe, info=info)
     fingerprint = fingerprint_target(info)
     identity = CheckpointIdentity.of(recipe=recipe, shape=shape, plan_digest="d", target_fingerprint=fingerprint)
-    for step in (3, 5):
+    for step, length in lengths.items():
         state = dict(build_drafter(shape=shape, dtype="float32", device="cpu", seed=step, attention="sdpa").state_dict())
         first, second = ({key: torch.zeros_like(tensor) for key, tensor in state.items()} for _ in range(2))
         optimizer = OptimizerState(master=state, exp_avg=first, exp_avg_sq=second, good_steps=torch.tensor(step))
-        checkpoint = Checkpoint(cursor=Cursor(step=step, plan_digest="d"), state=optimizer, counters={}, acceptance_length=None)
+        cursor = Cursor(step=step, plan_digest="d")
+        checkpoint = Checkpoint(cursor=cursor, state=optimizer, counters={}, acceptance_length=length)
         write_checkpoint(checkpoint, folder=folder.checkpoints, identity=identity, versions={})
     return folder
 
@@ -96,11 +103,12 @@ def test_a_drafter_of_a_float8_target_is_of_the_same_target(run_folder, target, 
         replace(source, target_fingerprint="another").check_target(info)
 
 
-def test_exporting_a_run_takes_the_newest_checkpoint(run_folder, target, tmp_path):
+def test_exporting_a_run_that_was_not_validated_takes_the_newest_checkpoint(run_folder, target, tmp_path):
     result = call("export", run_folder.root, "--out", tmp_path / "drafter", "--json")
     assert result.exit_code == 0, result.output
     written = json.loads(result.output)
     assert written["source"].endswith("step-000005")
+    assert written["chosen"].startswith("the newest, since none was validated; --checkpoint takes another")
     assert written["largest_difference"] < 1e-4
     shape, state = read_dflash(tmp_path / "drafter")
     kept = read_drafter(run_folder.checkpoints / "step-000005")
@@ -110,6 +118,63 @@ def test_exporting_a_run_takes_the_newest_checkpoint(run_folder, target, tmp_pat
     assert older.exit_code == 2
     assert "exists and holds something else" in older.output
     assert call("export", run_folder.checkpoints / "step-000003", "--out", tmp_path / "drafter", "--force").exit_code == 0
+
+
+LENGTHS = {2: 1.25, 4: 2.5, 6: None, 8: 2.0}
+OTHERS = "--checkpoint takes another: step 8 (2.000), step 6 (not validated), step 4 (2.500), step 2 (1.250)"
+
+
+@pytest.mark.parametrize(
+    ("asked", "lengths", "step", "why"),
+    [
+        (None, LENGTHS, 4, f"the best in validation, acceptance length 2.500; {OTHERS}"),
+        ("best", LENGTHS, 4, f"the best in validation, acceptance length 2.500; {OTHERS}"),
+        ("newest", LENGTHS, 8, f"the newest; {OTHERS}"),
+        ("2", LENGTHS, 2, "as asked"),
+        (None, {7: 2.0, 9: 2.0}, 9, "the best in validation, acceptance length 2.000, and the newest; "),
+        (None, {7: 2.0}, 7, "the best in validation, acceptance length 2.000, and the newest"),
+        (None, {7: None}, 7, "the newest, since none was validated"),
+    ],
+)
+def test_the_best_checkpoint_of_a_run_is_taken_or_the_one_asked_for(asked, lengths, step, why, target, tmp_path):
+    found = read_drafter(make_run(tmp_path / "run", target, lengths).root, checkpoint=asked)
+    assert found.described.endswith(f"step-{step:06d}")
+    assert found.chosen is not None
+    assert found.chosen.startswith(why)
+    assert len(lengths) > 1 or found.chosen == why
+
+
+def test_export_says_which_checkpoint_it_took(target, tmp_path):
+    run = make_run(tmp_path / "run", target, LENGTHS)
+    result = call("export", run.root, "--out", tmp_path / "drafter")
+    assert result.exit_code == 0, result.output
+    first, second, _ = result.stdout.splitlines()
+    assert "step-000004 → " in first
+    assert second == f"taken of the run: the best in validation, acceptance length 2.500; {OTHERS}"
+    other = call("export", run.root, "--out", tmp_path / "other", "--checkpoint", "8", "--json")
+    assert json.loads(other.output)["source"].endswith("step-000008")
+
+
+@pytest.mark.parametrize("asked", ["3", "latest", "best"])
+def test_a_checkpoint_that_is_not_there_is_refused(asked, run_folder, prompts, tmp_path):
+    for verb, rest in (("export", ("--out", tmp_path / "drafter")), ("evaluate", ("--prompts", prompts))):
+        source = run_folder.checkpoints / "step-000005" if asked == "3" else run_folder.root
+        result = call(verb, source, *rest, "--checkpoint", asked)
+        assert result.exit_code == 2
+        assert result.output.startswith(f"error: --checkpoint = '{asked}': ")
+    assert not (tmp_path / "drafter").exists()
+
+
+def test_what_is_written_follows_the_umask(run_folder, target, tmp_path):
+    before = os.umask(0o027)
+    try:
+        assert call("export", run_folder.root, "--out", tmp_path / "drafter").exit_code == 0
+        checkpoint = make_run(tmp_path / "run", target, {1: None}).checkpoints / "step-000001"
+    finally:
+        os.umask(before)
+    files = [*(tmp_path / "drafter").iterdir(), *checkpoint.iterdir()]
+    assert len(files) == 6
+    assert {oct(file.stat().st_mode & 0o777) for file in files} == {"0o640"}
 
 
 def test_an_exported_drafter_and_its_checkpoint_measure_the_same(run_folder, target, prompts, tmp_path):

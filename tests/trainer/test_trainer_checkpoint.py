@@ -22,6 +22,7 @@ from slipstream.trainer.checkpoint import (
     WEIGHTS,
     Checkpoint,
     CheckpointIdentity,
+    best,
     complete_checkpoints,
     keep_checkpoints,
     latest,
@@ -168,6 +169,14 @@ def test_keep_newest_and_best(tmp_path: Path) -> None:
     (tmp_path / "step-000002" / DESCRIPTION).write_text("damaged")
     keep_checkpoints(tmp_path, keep=1)
     assert [path.name[-1] for path in complete_checkpoints(tmp_path)] == ["4", "5"]
+
+
+def test_of_equally_good_checkpoints_the_newest_is_the_best(tmp_path: Path) -> None:
+    assert best(tmp_path) is None
+    for step, length in ((1, None), (2, 4.0), (3, 5.0), (4, 5.0), (5, 3.0)):
+        write(tmp_path, step, acceptance_length=length)
+        assert (best(tmp_path) is None) is (step == 1)
+    assert best(tmp_path) == tmp_path / "step-000004"
 
 
 def test_identity_leaves_out_what_may_change() -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from slipstream.cli.drafter_source import CheckpointOption, read_drafter
 from slipstream.errors import SlipstreamError, UsageError
 
 if TYPE_CHECKING:
@@ -25,9 +26,12 @@ if TYPE_CHECKING:
 
 
 def evaluate(
-    source: Annotated[Path, typer.Argument(metavar="CKPT_OR_EXPORT", help="Exported drafter, checkpoint, or run folder.")],
+    source: Annotated[
+        Path, typer.Argument(metavar="CKPT_OR_EXPORT", help="Exported drafter, checkpoint, or run folder (its best one).")
+    ],
     prompts: Annotated[list[Path], typer.Option("--prompts", help="JSON lines of conversations; a set for each file.")],
     target: Annotated[str | None, typer.Option("--target", help="Target model; a run's own if left out.")] = None,
+    checkpoint: CheckpointOption = None,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1, help="Longest answer, in tokens.")] = 256,
     limit: Annotated[int | None, typer.Option("--limit", min=1, help="At most so many prompts a set, the first ones.")] = None,
     sampled: Annotated[bool, typer.Option("--sampled", help="Decode with rejection sampling too.")] = False,
@@ -46,13 +50,12 @@ def evaluate(
     Everything is computed in fp32 at batch 1, with the drafter's weights as they are exported. Exit code 1 if an answer with
     the drafter differs from the target's own where the target does not waver.
     """
-    from slipstream.cli.drafter_source import read_drafter
     from slipstream.config import read_target_info
     from slipstream.corpus.chat import ChatEncoder
     from slipstream.evaluate.measure import AnswerLimits
 
     sampling = _sampling(sampled, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
-    found = read_drafter(source)
+    found = read_drafter(source, checkpoint=checkpoint)
     model = target or found.target
     if model is None:
         raise UsageError(key="--target", value=None, rule="is required: an exported drafter does not hold its target")
@@ -66,10 +69,16 @@ def evaluate(
     )
     reports = _measure(sets, source=found, info=info, limits=limits, bf16=bf16_agreement, device=_device(device), quiet=as_json)
     if as_json:
-        result = {"drafter": found.described, "target": model, "sets": [report.as_dict() for report in reports]}
+        result = {
+            "drafter": found.described,
+            "chosen": found.chosen,
+            "target": model,
+            "sets": [report.as_dict() for report in reports],
+        }
         typer.echo(json.dumps(result, indent=1))
     else:
-        _print(reports, described=found.described, model=model)
+        described = found.described if found.chosen is None else f"{found.described} ({found.chosen})"
+        _print(reports, described=described, model=model)
     different = sum(report.lossless.different for report in reports)
     if different:
         raise SlipstreamError(f"{different} answers with the drafter differ from the target's own, and not by a near tie")

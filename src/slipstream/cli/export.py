@@ -9,19 +9,22 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
+from slipstream.cli.drafter_source import CheckpointOption, read_drafter
 from slipstream.errors import UsageError
 
 if TYPE_CHECKING:
+    from slipstream.cli.drafter_source import DrafterSource
     from slipstream.cli.progress import Bars
     from slipstream.export.dflash_format import ExportDtype
 
 
 def export(
-    source: Annotated[Path, typer.Argument(metavar="CKPT_OR_RUN", help="Checkpoint folder, or run folder (newest one).")],
+    source: Annotated[Path, typer.Argument(metavar="CKPT_OR_RUN", help="Checkpoint folder, or run folder (its best one).")],
     out: Annotated[Path, typer.Option("--out", help="Folder to write; it appears only once it was read back.")],
     target: Annotated[
         str | None, typer.Option("--target", help="Target model; taken from the run's recipe if left out.")
     ] = None,
+    checkpoint: CheckpointOption = None,
     dtype: Annotated[str, typer.Option("--dtype", help="Type of the stored weights: bfloat16 or float32.")] = "bfloat16",
     force: Annotated[bool, typer.Option("--force", help="Replace another exported drafter at --out.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print what was written as JSON.")] = False,
@@ -35,27 +38,30 @@ def export(
     from slipstream.cli.progress import Bars
 
     with Bars(quiet=as_json) as bars:
-        result = _export(source, out=out, target=target, dtype=cast("ExportDtype", dtype), force=force, bars=bars)
+        bars("export", 0, 4, "reads the drafter")
+        found = read_drafter(source, checkpoint=checkpoint)
+        result = _export(found, out=out, target=target, dtype=cast("ExportDtype", dtype), force=force, bars=bars)
     if as_json:
         typer.echo(json.dumps(result))
     else:
         typer.echo(f"{result['source']} → {result['folder']} ({dtype}, {result['weights']:,} weights)")
+        if result["chosen"] is not None:
+            typer.echo(f"taken of the run: {result['chosen']}")
         typer.echo(
             f"read back by the dflash package: {result['slots']} slots draft the same token, logits apart by at most "
             f"{result['largest_difference']:.1e} of the largest"
         )
 
 
-def _export(source: Path, *, out: Path, target: str | None, dtype: ExportDtype, force: bool, bars: Bars) -> dict[str, Any]:
+def _export(
+    found: DrafterSource, *, out: Path, target: str | None, dtype: ExportDtype, force: bool, bars: Bars
+) -> dict[str, Any]:
     """Export, and say what was written; the stages are short ones, but of large files."""
-    from slipstream.cli.drafter_source import read_drafter
     from slipstream.config import read_target_info
     from slipstream.export.dflash_format import export_dflash
     from slipstream.export.verify import Verified, verify_export
     from slipstream.target.ends import load_frozen_ends
 
-    bars("export", 0, 4, "reads the drafter")
-    found = read_drafter(source)
     model = target or found.target
     if model is None:
         raise UsageError(key="--target", value=None, rule="is required: this folder does not say which target it belongs to")
@@ -81,5 +87,5 @@ def _export(source: Path, *, out: Path, target: str | None, dtype: ExportDtype, 
         force=force,
     )
     bars("export", 4, 4, "done")
-    written = {"folder": str(folder), "source": found.described, "target": model, "dtype": dtype, **asdict(verified[0])}
-    return written | {"weights": found.shape.num_parameters}
+    written = {"folder": str(folder), "source": found.described, "chosen": found.chosen, "target": model, "dtype": dtype}
+    return {**written, **asdict(verified[0]), "weights": found.shape.num_parameters}

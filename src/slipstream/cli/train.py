@@ -73,8 +73,12 @@ def _print(result: RunResult, *, is_rehearsal: bool) -> None:
         f"{result.steps} steps: {result.train_seconds:.0f} s of training after {result.warm_up_seconds:.0f} s of warm-up, "
         f"{result.validate_seconds:.0f} s of validation; checkpoint {result.checkpoint}"
     )
-    for line in result.validations[-1:]:
-        typer.echo(f"acceptance length {line['acceptance_length']:.3f} at step {line['step']}")
+    lengths = [(line["acceptance_length"], line["step"]) for line in result.validations]
+    measured = [(length, step) for length, step in lengths if length is not None]
+    for length, step in measured[-1:]:
+        longest, at = max(measured)
+        more = "" if longest == length else f"; the longest was {longest:.3f}, at step {at}"
+        typer.echo(f"acceptance length {length:.3f} at step {step}{more}")
     if result.verdict is not None:
         typer.echo(f"verdict: {result.verdict.headline}")
     if is_rehearsal:

@@ -81,7 +81,7 @@ def run_demo(*, overrides: Sequence[str] = (), show: Show) -> DemoSummary:
     _prepare(recipe, show=show)
     planned = _plan(recipe, show=show)
     trained = _train(recipe, num_steps=planned.steps, show=show)
-    exported, difference = _export(recipe, checkpoint=trained.checkpoint, out=folder.exports / "final", show=show)
+    exported, difference = _export(recipe, trained=trained, out=folder.exports / "final", show=show)
     measured = _evaluate(recipe, exported=exported, show=show)
     curve = [(int(line["step"]), float(line["acceptance_length"])) for line in trained.validations]
     summary = DemoSummary(
@@ -149,19 +149,22 @@ def _train(recipe: Recipe, *, num_steps: int, show: Show) -> Any:
     return train_run(flight=preflight(recipe), given=RECIPE.read_text(), on_report=report)
 
 
-def _export(recipe: Recipe, *, checkpoint: Path, out: Path, show: Show) -> tuple[Path, float]:
-    """Write the folder, have the `dflash` package read it and compute the same; raises `ExportError` where it does not."""
+def _export(recipe: Recipe, *, trained: Any, out: Path, show: Show) -> tuple[Path, float]:
+    """Write the folder, have the `dflash` package read it and compute the same; raises `ExportError` where it does not.
+
+    Of the checkpoint that `slipstream export` takes of a run.
+    """
     from slipstream.export.dflash_format import export_dflash
     from slipstream.export.verify import Verified, verify_export
     from slipstream.target.ends import load_frozen_ends
-    from slipstream.trainer.checkpoint import read_drafter_state
+    from slipstream.trainer.checkpoint import best, read_drafter_state
 
     show(Event("export", 0, 1, "read back by the dflash package"))
     info = read_target_info(recipe.target.model)
     ends = load_frozen_ends(info=info, dtype="float32")
     verified: list[Verified] = []
     folder = export_dflash(
-        drafter_state=read_drafter_state(checkpoint)[1],
+        drafter_state=read_drafter_state(best(trained.folder / "checkpoints") or trained.checkpoint)[1],
         shape=resolve_drafter(recipe=recipe, info=info),
         info=info,
         out=out,

@@ -11,9 +11,9 @@ import contextlib
 import importlib.util
 import io
 import logging
+import os
 import shutil
 import sys
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -53,12 +53,13 @@ def ensure_target(folder: Path, *, gguf: Path | None = None) -> Path:
         return folder
     source = gguf or find_gguf()
     folder.parent.mkdir(parents=True, exist_ok=True)
-    made = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    made = folder.with_name(f".{folder.name}.{os.getpid()}.part")
+    shutil.rmtree(made, ignore_errors=True)
+    made.mkdir()
     try:
         # The bar of the GGUF reader knows no switch; what goes wrong is raised, not printed.
         with contextlib.redirect_stderr(io.StringIO()):
             _convert(gguf=source, out=made)
-        made.chmod(0o755)
         made.rename(folder)
     except BaseException:
         shutil.rmtree(made, ignore_errors=True)
@@ -111,6 +112,8 @@ def _save_model(*, gguf: Path, out: Path) -> None:
     model = model.to(torch.bfloat16)  # type: ignore[call-arg, arg-type]
     model.config.dtype = torch.bfloat16
     model.save_pretrained(str(out))
+    for weights in out.glob("*.safetensors"):
+        shutil.copymode(out / "config.json", weights)  # safetensors gives files to their owner alone
 
 
 if __name__ == "__main__":

@@ -108,6 +108,7 @@ def _write(
     check_config(config)
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
     save_file(rounded, folder / WEIGHTS, metadata={"format": "pt"})
+    shutil.copymode(folder / CONFIG, folder / WEIGHTS)  # safetensors gives files to their owner alone
     (folder / README).write_text(_readme(shape=shape, target=target, folder=folder))
 
 

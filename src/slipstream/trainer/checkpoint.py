@@ -94,6 +94,15 @@ def latest(folder: Path) -> Path | None:
     return found[-1] if found else None
 
 
+def best(folder: Path) -> Path | None:
+    """The checkpoint with the longest acceptance length in validation, of equal ones the newest; none if none was validated.
+
+    A checkpoint is validated if the run validated at its step.
+    """
+    measured = [(length, path) for path in complete_checkpoints(folder) if (length := validated_length(path)) is not None]
+    return max(reversed(measured), key=lambda entry: entry[0])[1] if measured else None
+
+
 def write_checkpoint(
     checkpoint: Checkpoint, *, folder: Path, identity: CheckpointIdentity, versions: Mapping[str, str]
 ) -> Path:
@@ -116,10 +125,7 @@ def write_checkpoint(
 def keep_checkpoints(folder: Path, *, keep: int) -> None:
     """Remove all but the `keep` newest checkpoints and the one with the best acceptance length."""
     found = complete_checkpoints(folder)
-    kept = set(found[-keep:])
-    measured = [(length, path) for path in found if (length := _acceptance_length(path)) is not None]
-    if measured:
-        kept.add(max(measured, key=lambda entry: entry[0])[1])
+    kept = {*found[-keep:], best(folder)}
     for path in found:
         if path not in kept:
             (path / DESCRIPTION).unlink()  # first: without it the rest is no checkpoint, whatever interrupts
@@ -173,6 +179,8 @@ def _write_files(checkpoint: Checkpoint, *, temporary: Path, identity: Checkpoin
         "files": {name: _fingerprint(temporary / name) for name in (WEIGHTS, OPTIMIZER)},
     }
     (temporary / DESCRIPTION).write_text(json.dumps(description, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    for name in (WEIGHTS, OPTIMIZER):
+        shutil.copymode(temporary / DESCRIPTION, temporary / name)  # safetensors gives files to their owner alone
     for name in (WEIGHTS, OPTIMIZER, DESCRIPTION, "."):
         _flush(temporary / name)
 
@@ -201,7 +209,8 @@ def _fingerprint(path: Path) -> dict[str, Any]:
         return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
-def _acceptance_length(path: Path) -> float | None:
+def validated_length(path: Path) -> float | None:
+    """What validation measured with a checkpoint's weights; none where there was none at its step, or it is damaged."""
     try:
         value = _read_description(path)["acceptance_length"]
     except CheckpointError:
