@@ -36,12 +36,14 @@ class Trace:
 
 
 def thread_ids(name: str) -> set[int]:
-    """The ids that a trace may give to the threads of that name: the kernel's, or the low half of the pthread's."""
+    """The ids that a trace may give to the threads of that name: the kernel's, or the low half of the pthread's, whose sign
+    the profiler drops."""
     ids: set[int] = set()
     for thread in threading.enumerate():
         if thread.name == name and thread.ident is not None and thread.native_id is not None:
             low = thread.ident & 0xFFFFFFFF
-            ids |= {thread.native_id, thread.ident, low, low - (1 << 32) if low >= 1 << 31 else low}
+            signed = low - (1 << 32) if low >= 1 << 31 else low
+            ids |= {thread.native_id, thread.ident, low, signed, abs(signed)}
     return ids
 
 
