@@ -1,7 +1,7 @@
 """The broker: a thread of the supervisor that tells producers which slot to write and consumers which slot is ready.
 
-Waits for: messages of its peers. It never touches hidden states, so it needs no torch and no shared memory. Its sends
-cannot block on a slow peer: a producer has at most one answer outstanding, a consumer at most one message a slot.
+Waits for: messages of its peers. It never touches hidden states, so it needs no torch and no shared memory. Its sends do not
+block on a slow peer: a producer has at most one answer outstanding, and what a consumer has no room for waits here.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ import contextlib
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 
-from slipstream.transport.connections import connection_pair
+from slipstream.transport.connections import connection_pair, has_room, wait_for
 from slipstream.transport.ledger import Ledger, PackOrder, QueueDepth
 from slipstream.transport.messages import (
     Acquire,
@@ -45,11 +46,12 @@ class _Producer:
 
 @dataclass(slots=True, eq=False)
 class _Consumer:
-    """The drafter rank that reads one pool."""
+    """The drafter rank that reads one pool. `unsent` are messages for it, oldest first."""
 
     name: str
     rank: int
     connection: Connection
+    unsent: deque[ToConsumer] = field(default_factory=deque)
 
 
 class Broker:
@@ -168,12 +170,15 @@ class Broker:
             while True:
                 with self._lock:
                     self._serve()
+                    for consumer in self._consumers.values():
+                        self._send_unsent(consumer)
                     if self._stopping:
                         return
                     while self._retired:
                         self._retired.pop().close()
                     watched = self._connections()
-                for connection in wait([*watched, self._wake_read]):
+                    full = [consumer.connection for consumer in self._consumers.values() if consumer.unsent]
+                for connection in wait_for([*watched, self._wake_read], with_room=full):
                     self._receive(connection)
         except Exception as error:  # a thread's border: a broker that failed in silence would leave every peer waiting
             _LOG.exception("the transport broker failed")
@@ -258,7 +263,7 @@ class Broker:
             return
         kept = self._ledger.kept(assignment.pack_id)
         ready = Ready(assignment=assignment, seal=published.seal, fingerprint=published.fingerprint, kept=kept)
-        self._send(consumer.connection, ready)
+        self._tell(consumer, ready)
 
     def _producer_gone(self, producer: _Producer) -> None:
         if producer.asking_since is not None:
@@ -289,7 +294,7 @@ class Broker:
             else:
                 self._send(producer.connection, closed)
         for consumer in self._consumers.values():
-            self._send(consumer.connection, closed)
+            self._tell(consumer, closed)
 
     def _refused(self, connection: Connection) -> bool:
         """Whether a newcomer came too late; it is told why."""
@@ -298,6 +303,15 @@ class Broker:
         self._send(connection, self._closed)
         connection.close()
         return True
+
+    def _tell(self, consumer: _Consumer, message: ToConsumer) -> None:
+        consumer.unsent.append(message)
+        self._send_unsent(consumer)
+
+    def _send_unsent(self, consumer: _Consumer) -> None:
+        """As much as there is room for: what is left goes out once the consumer has read."""
+        while consumer.unsent and has_room(consumer.connection):
+            self._send(consumer.connection, consumer.unsent.popleft())
 
     def _send(self, connection: Connection, message: ToProducer | ToConsumer) -> None:
         with contextlib.suppress(OSError):  # a peer that is gone is noticed when its connection is read
