@@ -51,6 +51,7 @@ def overrides(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> li
         "validation.max_new_tokens=6",
         "drafter.num_layers=1",
         "drafter.dtype=float32",
+        "placement.drafter_threads=1",
     ]
 
 

@@ -9,11 +9,13 @@ Shape letters: V vocabulary · D hidden size.
 from __future__ import annotations
 
 import hashlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 SEED = 0
 SPREAD = 0.02
