@@ -158,6 +158,24 @@ def test_a_dead_drafter_ends_the_run_and_resume_goes_on(
     assert_equal(state_of(result.folder), reference)
 
 
+@pytest.mark.parametrize("mode", ["colocated", "split"])
+def test_a_rank_that_fails_is_named_and_not_those_that_lost_it(
+    material: dict[str, str], tmp_path: Path, children: list[Child], mode: str
+) -> None:
+    """Rank 0 cannot write its checkpoint; rank 1, which waits for its gradients meanwhile, and the targets hear of it."""
+    recipe = tiny_recipe(material, tmp_path, name=mode, placement__mode=mode, placement__drafter_ranks=2, **REPLAYED)
+    checkpoints = tmp_path / mode / "checkpoints"
+
+    def on_report(worker: str, kind: str, payload: Any) -> None:
+        if kind == "record" and payload["kind"] == "train" and payload["step"] == 5:
+            checkpoints.rename(tmp_path / "elsewhere")
+            checkpoints.touch()
+
+    with pytest.raises(WorkerFailed, match=r"^(worker|drafter)-0 \(exit code 2\).*\n.*checkpoints"):
+        run(recipe, on_report=on_report)
+    assert not any(child.alive for child in children)
+
+
 def test_a_supervisor_that_is_killed_leaves_no_process_behind(material: dict[str, str], tmp_path: Path) -> None:
     """SIGKILL of the supervisor: children hear their connections end and go; shared memory was never named."""
     recipe = tiny_recipe(material, tmp_path, name="orphans", plan__epochs=40, **REPLAYED)

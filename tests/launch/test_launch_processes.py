@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -67,3 +69,18 @@ def test_ending_many_takes_one_grace_not_one_each(tmp_path: Path) -> None:
     end_all(children, grace_seconds=1.0)
     assert 1 <= time.monotonic() - began < 3
     end_all(children, grace_seconds=1.0)  # what has ended already takes no time and raises nothing
+
+
+_LEAVING = """
+import sys, threading
+from slipstream.launch.child import _leave
+threading.Thread(target=threading.Event().wait, args=[float(sys.argv[2])]).start()
+_leave(int(sys.argv[1]))
+"""
+
+
+def test_a_child_that_failed_waits_for_nothing_that_it_left_running() -> None:
+    """As a group of ranks that is taken down waits for the others; one that succeeded is left in order."""
+    for code, seconds in ((4, 600), (0, 0.2)):
+        ended = subprocess.run([sys.executable, "-c", _LEAVING, str(code), str(seconds)], timeout=60, check=False)
+        assert ended.returncode == code

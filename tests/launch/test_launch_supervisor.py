@@ -149,6 +149,48 @@ def test_a_drafter_that_is_killed_shows_the_end_of_its_log(tmp_path: Path) -> No
         stage.run()
 
 
+LOSES_ANOTHER = """
+say("ready")
+say("failed", {"kind": "PeerDied", "message": "lost another rank"})
+sys.exit(1)
+"""
+FAILS_LATER = """
+say("ready")
+time.sleep(0.5)
+say("failed", {"kind": "CheckpointError", "message": "no space left"})
+sys.exit(2)
+"""
+
+
+@pytest.mark.parametrize("scripts", [(LOSES_ANOTHER, FAILS_LATER), (FAILS_LATER, LOSES_ANOTHER), (LOSES_ANOTHER, DIES)])
+def test_of_drafters_that_end_together_the_one_that_the_others_lost_is_named(tmp_path: Path, scripts: tuple[str, str]) -> None:
+    drafters = [stub(tmp_path, f"drafter-{rank}", script) for rank, script in enumerate(scripts)]
+    cause = next(rank for rank, script in enumerate(scripts) if script != LOSES_ANOTHER)
+    with pytest.raises(WorkerFailed, match=rf"^drafter-{cause} "):
+        over(drafters).run()
+    assert not any(child.alive for child in drafters)
+
+
+def test_a_loss_that_nobody_explains_is_told_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CAUSE_SECONDS", 0.5)
+    drafters = [stub(tmp_path, "drafter-0", LOSES_ANOTHER), stub(tmp_path, "drafter-1", UNTIL_STOPPED)]
+    with pytest.raises(WorkerFailed, match=r"^drafter-0 .*\n?.*lost another rank"):
+        over(drafters).run()
+
+
+def over(drafters: list[Child]) -> Supervisor:
+    """A supervisor of drafters alone."""
+    return Supervisor(
+        drafters=drafters,
+        starter=None,
+        num_targets=0,
+        max_restarts=0,
+        ready_seconds=30,
+        on_report=lambda worker, kind, payload: None,
+        close_broker=lambda reason, lost: None,
+    )
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_one_signal_ends_the_run_in_order(tmp_path: Path, number: signal.Signals) -> None:
     before = signal.getsignal(number)

@@ -14,7 +14,7 @@ import traceback
 from contextlib import AbstractContextManager
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from slipstream.device.allocated import allocated_memory
 from slipstream.device.numa import Binding, bind_process
@@ -115,5 +115,16 @@ def _account(job: dict[str, Any]) -> AbstractContextManager[Account]:
     return open_account(RunFolder(Path(job["folder"])), facts, spans=job["recipe"]["observe"]["spans"])
 
 
+def _leave(code: int) -> NoReturn:
+    """End the process. One that failed is not taken down in order: what it left open, a group of ranks above all, may wait
+    for others, who wait for it.
+    """
+    if code != 0:
+        logging.shutdown()
+        sys.stdout.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    _leave(main())

@@ -43,6 +43,8 @@ class Child:
     ready: bool = False
     done: bool = False
     failure: str | None = None
+    lost_peer: bool = False
+    """Whether it failed for want of another process, which then is the cause."""
     result: dict[str, Any] = field(default_factory=dict)
 
     @property

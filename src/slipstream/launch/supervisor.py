@@ -17,11 +17,13 @@ from multiprocessing.connection import Connection, wait
 from types import FrameType
 from typing import Any, NoReturn, Protocol
 
-from slipstream.errors import Interrupted, UsageError, WorkerFailed
+from slipstream.errors import Interrupted, PeerDied, UsageError, WorkerFailed
 from slipstream.launch.processes import Child, end_all
 
 POLL_SECONDS = 0.5
 GRACE_SECONDS = 30.0
+CAUSE_SECONDS = 5.0
+"""How long one drafter's loss of another waits for that one to be heard: the first to end need not be the one that failed."""
 
 log = logging.getLogger(__name__)
 
@@ -117,6 +119,7 @@ class Supervisor:
             child.done, child.result = True, payload
         elif kind == "failed":
             child.failure = f"{payload['kind']}: {payload['message']}"
+            child.lost_peer = payload["kind"] == PeerDied.__name__
         self.on_report(child.name, kind, payload)
 
     def _check_ready(self, children: Sequence[Child]) -> None:
@@ -134,7 +137,7 @@ class Supervisor:
         if child.done:
             return
         if child not in self.targets:
-            raise WorkerFailed(child.describe_end())
+            raise WorkerFailed(self._cause_of(child).describe_end())
         index = self.targets.index(child)
         assert self.starter is not None
         self.starter.detach(index, child.describe_end())
@@ -151,6 +154,19 @@ class Supervisor:
         child.control.close()
         self.on_report(child.name, "restart", {"attempt": self.restarts[index]})
         self._start_target(index, attempt=self.restarts[index])
+
+    def _cause_of(self, child: Child) -> Child:
+        """The drafter to blame for the end of one: itself, or another that ends too and that it lost."""
+        deadline = time.monotonic() + CAUSE_SECONDS
+        while child.lost_peer and time.monotonic() < deadline:
+            ended = [other for other in self.drafters if not other.done and not other.alive]
+            for other in ended:
+                self._hear(other)
+            causes = [other for other in ended if not other.done and not other.lost_peer]
+            if causes:
+                return causes[0]
+            self._listen([other for other in self.drafters if not other.done and other.alive])
+        return child
 
     def _give_up(self, child: Child, reason: str) -> NoReturn:
         """End the run for the sake of a target worker; who waits for its packs hears its name."""

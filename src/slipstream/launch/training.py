@@ -304,8 +304,7 @@ def _join(*, share: ColumnShare, job: Mapping[str, Any], recipe: Recipe, stack: 
         timeout_seconds=max(recipe.placement.ready_seconds, PEER_SECONDS),
         backend="nccl" if job["device"] == "cuda" else "gloo",
     )
-    stack.callback(group.close)
-    return group
+    return stack.enter_context(group)
 
 
 def _main_rank(*, rank: int, control: Control, folder: RunFolder, stack: ExitStack) -> MainRank | None:

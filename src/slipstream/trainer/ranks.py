@@ -79,8 +79,19 @@ class RankGroup:
         except (RuntimeError, dist.DistError) as error:
             raise self._lost(error) from error
 
+    def __enter__(self) -> RankGroup:
+        return self
+
+    def __exit__(self, failure: type[BaseException] | None, *_: object) -> None:
+        """Leave the group, unless this rank fails: its process then ends, with all that it has.
+
+        The others may be waiting for it in a sum. NCCL would wait for them to leave too, and give up a group no sooner.
+        """
+        if failure is None:
+            self.close()
+
     def close(self) -> None:
-        """Leave the group. Idempotent."""
+        """Leave the group together with all others: over NCCL, waits for them. Idempotent."""
         if dist.is_initialized():
             dist.destroy_process_group()
 
