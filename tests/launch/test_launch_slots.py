@@ -57,7 +57,14 @@ def trained(material: dict[str, str], runs: Path, *, fill: float, packing: str) 
 
     listener = Listener()
     train_drafter(
-        job={"rank": 0, "role": "colocated", "folder": str(folder.root), "device": "cpu", "checkpoint": None},
+        job={
+            "name": "worker-0",
+            "rank": 0,
+            "role": "colocated",
+            "folder": str(folder.root),
+            "device": "cpu",
+            "checkpoint": None,
+        },
         control=listener,  # type: ignore[arg-type]
         account=Account("worker-0"),
         recipe=recipe,
