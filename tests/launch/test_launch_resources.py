@@ -11,9 +11,10 @@ import pytest
 from launch_material import tiny_recipe
 
 from slipstream.config import read_target_info, resolve_drafter
+from slipstream.device import shared
 from slipstream.device.gpus import GpuFacts
 from slipstream.device.numa import Binding
-from slipstream.errors import PlanError
+from slipstream.errors import PlanError, PreflightError
 from slipstream.launch import resources as module
 from slipstream.launch.prediction import compare, write_memory
 from slipstream.launch.resources import NOT_BOUND, Resources
@@ -103,6 +104,25 @@ def test_what_a_gpu_cannot_hold_is_refused_and_an_unknown_size_is_told(
     unknown = resources(memory=None)
     unknown.check_memory(unknown.plan_memory(slots_per_column=2, validation_slots=0))
     assert "does not say how large GPU 0, 1 is" in caplog.text
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_pools_that_fit_one_by_one_and_not_together_are_refused_before_anything_loads(
+    resources: Any, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    made = resources(device=device, placement__drafter_ranks=2)
+    memory = made.plan_memory(slots_per_column=3, validation_slots=1)
+    largest = -(-memory.num_slots // 2) * memory.slot_nbytes
+    monkeypatch.setattr(shared, "available_memory", lambda: largest)
+    with pytest.raises(PreflightError, match=r"shared memory for slots = .*is more than the available memory"):
+        made.check_memory(memory)
+    monkeypatch.undo()
+    made.check_memory(memory)
+    monkeypatch.setattr(shared, "largest_file", lambda: largest - 1)
+    with pytest.raises(PreflightError, match="ulimit -f"):
+        made.check_memory(memory)
+    monkeypatch.setattr(shared, "largest_file", lambda: largest)
+    made.check_memory(memory)
 
 
 def test_the_prediction_is_written_and_put_beside_what_was_measured(resources: Any, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from slipstream.device.limits import available_address_space, available_memory, largest_file
@@ -49,7 +50,7 @@ class SharedMemory:
     @classmethod
     def create(cls, nbytes: int) -> SharedMemory:
         """Make `nbytes` of new memory; PreflightError if this machine or a limit of this process cannot hold it."""
-        _check_limits(nbytes)
+        check_room([nbytes])
         fd = os.memfd_create("slipstream", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, nbytes)
@@ -90,14 +91,18 @@ class SharedMemory:
         os.close(self.fd)
 
 
-def _check_limits(nbytes: int) -> None:
-    assert nbytes > 0, "shared memory needs a size"
+def check_room(sizes: Sequence[int]) -> None:
+    """Raise `PreflightError` if this machine or a limit of this process cannot hold pieces of so many bytes, all at once.
+
+    Pages are taken when first written to: a machine would find out in the middle of a run, and end some process of its choice.
+    """
+    assert all(size > 0 for size in sizes), "shared memory needs a size"
     limits = (
-        ("available memory", available_memory()),
-        ("address space left under `ulimit -v`", available_address_space()),
-        ("largest file under `ulimit -f`", largest_file()),
+        (sum(sizes), "available memory", available_memory()),
+        (sum(sizes), "address space left under `ulimit -v`", available_address_space()),
+        (max(sizes, default=0), "largest file under `ulimit -f`", largest_file()),
     )
-    for what, limit in limits:
+    for nbytes, what, limit in limits:
         if limit is not None and nbytes > limit:
             raise PreflightError(
                 key="shared memory for slots",

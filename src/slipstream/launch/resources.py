@@ -10,6 +10,7 @@ from typing import Any
 from slipstream.device.gpus import GpuFacts, visible_gpus
 from slipstream.device.limits import available_memory
 from slipstream.device.numa import Binding, binding_of
+from slipstream.device.shared import check_room
 from slipstream.device.threads import share_threads
 from slipstream.launch.allocator import allocator_settings
 from slipstream.launch.kernel_cache import cache_settings
@@ -51,9 +52,11 @@ class Resources:
         )
 
     def check_memory(self, memory: MemoryPlan) -> None:
-        """Refuse a run that cannot fit, before any weight loads. Raises `PlanError`."""
-        placement = self.flight.placement
+        """Refuse a run that cannot fit, before any weight loads. Raises `PlanError`, or `PreflightError` for slots alone."""
+        placement, ranks = self.flight.placement, self.flight.recipe.placement.drafter_ranks
         memory.check_host_slots(placement.mode)
+        if slots := memory.slots_in_host_memory(placement.mode):
+            check_room([memory.slot_nbytes * (slots // ranks + (rank < slots % ranks)) for rank in range(min(ranks, slots))])
         if self.flight.device == "cpu":
             memory.check_machine(placement=placement.mode, memory_bytes=available_memory())
             return
