@@ -110,7 +110,10 @@ class ColumnPass:
             hidden_TKD = hidden.hidden_TKD if self.noise is None else self.noise(hidden.hidden_TKD, batch)
             sums = self._sums(hidden_TKD, placed)
         with self.account.state("backward", pack=pack, step=step):
-            torch.autograd.backward(sums.loss_sum / denominator)
+            if placed.seed is None:
+                torch.autograd.backward(sums.loss_sum / denominator)
+            else:
+                torch.autograd.backward(sums.loss_sum, grad_tensors=placed.seed)
         if self.placing is not None:
             self.placing.used()
         tally.add(sums, bad_rows=bad_rows, context_tokens=column.context_tokens, unique_tokens=column.unique_tokens)

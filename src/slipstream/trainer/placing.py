@@ -25,11 +25,12 @@ NUMBERS = "numbers"
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """What one use computes on, on the device."""
+    """What one use computes on, on the device. `seed` is the gradient of the loss's sum, where it travels with the use."""
 
     batch: BlockBatch
     embedding_VD: Tensor
     masks: Mapping[str, Any]
+    seed: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +83,7 @@ class StagedPlacing:
         self._ring.wait_for_room(count)
 
     def _stage(self, column: PreparedColumn, *, denominator: float) -> PreparedColumn:
-        # divided in fp32, as the backward of a division by the denominator does
+        # as on a CPU, where the backward of a division divides in fp32; on CUDA that may round otherwise
         seed = float(torch.ones(()) / denominator)
         arrays = self._arrays(column.batch, numbers=(seed, column.context_tokens, column.unique_tokens))
         return dataclasses.replace(column, staged=self._ring.stage(arrays))
@@ -117,6 +118,7 @@ class StagedPlacing:
             batch=dataclasses.replace(batch, **moved),
             embedding_VD=arrays[EMBEDDING] if self._is_remote else self._embedding_VD,
             masks=self._masks_over(arrays, context_tokens=len(batch.context_positions_T)),
+            seed=arrays[NUMBERS][0],
         )
 
     def _arrays(self, batch: BlockBatch, *, numbers: tuple[float, int, int]) -> Arrays:
