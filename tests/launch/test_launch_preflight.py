@@ -271,6 +271,17 @@ def test_gpus_where_there_are_none(ground: Path, monkeypatch: pytest.MonkeyPatch
     assert_says(error, key="placement.target_gpus", value=[0], rule="must name one of the 0 visible GPUs")
 
 
+def test_two_ranks_on_one_gpu(ground: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slipstream.launch.preflight.device_kind", lambda requested: "cuda")
+    monkeypatch.setattr("slipstream.launch.preflight.count_gpus", lambda: 2)
+    two = {"placement__drafter_ranks": 2, "plan__packs_per_step": 2}
+    error = refusal(ground, **two, placement__mode="colocated", placement__drafter_gpus=[1, 1])
+    assert_says(error, key="placement.drafter_ranks", value=2, rule="puts 2 ranks on GPU 1")
+    preflight(recipe_of(ground, **two, placement__mode="colocated"))
+    preflight(recipe_of(ground, **two, placement__mode="split", placement__target_gpus=[0], placement__drafter_gpus=[0, 1]))
+    preflight(recipe_of(ground, **two, placement__mode="split", placement__target_workers=2))
+
+
 def test_float8_where_it_cannot_be_multiplied(ground: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     error = refusal(ground, target__dtype="float8", placement__device="cpu")
     assert_says(error, key="target.dtype", value="float8", rule="compute capability 8.9 or more, and this run is on a CPU")

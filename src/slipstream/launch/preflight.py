@@ -69,6 +69,7 @@ def preflight(recipe: Recipe, *, resume: bool = False, elsewhere: tuple[GpuFacts
     num_devices = available_cores() if device == "cpu" else count_gpus() if elsewhere is None else len(elsewhere)
     gpus = elsewhere if elsewhere is not None else visible_gpus() if device == "cuda" else ()
     recipe, placement, chosen = place(recipe=recipe, info=info, shape=shape, device=device, num_devices=num_devices, gpus=gpus)
+    _check_ranks(placement=placement, device=device)
     check_run_folder(folder=folder, resume=resume)
     if elsewhere is None:
         check_float8(recipe=recipe, info=info, device=device, placement=placement)
@@ -118,6 +119,19 @@ def _check_attention(*, recipe: Recipe, device: DeviceKind) -> None:
             value="flex",
             rule="has no backward on a CPU, which is what this run trains on",
             hint='use "auto" or "sdpa"',
+        )
+
+
+def _check_ranks(*, placement: Placement, device: DeviceKind) -> None:
+    """Refuse two ranks of the drafter on one GPU, which NCCL does not connect."""
+    gpus = [process.gpu for process in placement.processes if process.role != "target"]
+    shared = sorted({gpu for gpu in gpus if gpu is not None and gpus.count(gpu) > 1})
+    if device == "cuda" and shared:
+        raise PreflightError(
+            key="placement.drafter_ranks",
+            value=len(gpus),
+            rule=f"puts {gpus.count(shared[0])} ranks on GPU {shared[0]}; gradients are summed between GPUs, a rank on each",
+            hint="lower it, or name a GPU for each in placement.drafter_gpus",
         )
 
 
