@@ -24,7 +24,7 @@ class RunFolder:
 
     @property
     def environment(self) -> Path:
-        """Versions, machine and command of each start, one JSON line a start."""
+        """Versions, code, machine and command of each start, one JSON line a start."""
         return self.root / "environment.jsonl"
 
     @property

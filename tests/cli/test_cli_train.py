@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from slipstream.cli.main import app
 from slipstream.config import dump_recipe, load_recipe
 from slipstream.corpus.meta import CorpusMeta, template_fingerprint, tokenizer_fingerprint
 from slipstream.corpus.store import write_store
-from slipstream.errors import Interrupted
+from slipstream.errors import Interrupted, UsageError, WorkerFailed
 from slipstream.launch import local
 from slipstream.launch.local import RunResult
 from slipstream.launch.preflight import Preflight
@@ -173,3 +175,58 @@ def test_an_interrupted_run_exits_with_its_signal(
     result = train(recipe)
     assert result.exit_code == 143
     assert result.stderr == "error: ended in order after SIGTERM; continue with --resume\n"
+
+
+LATE = "WARNING slipstream.launch: target-0 is late"
+
+
+@pytest.mark.parametrize(
+    ("error", "written"),
+    [
+        (WorkerFailed("drafter-0 ended with 1"), [LATE, "ERROR slipstream: drafter-0 ended"]),
+        (UsageError(key="name", value="tiny", rule="is another's"), [LATE]),
+    ],
+)
+def test_what_the_supervisor_warns_of_and_fails_with_is_in_its_log(
+    recipe: Path, runs: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, error: Exception, written: list[str]
+) -> None:
+    def train_run(*, flight: Preflight, **arguments: Any) -> RunResult:
+        flight.folder.create()
+        logging.getLogger("slipstream.launch").warning("target-0 is late")
+        raise error
+
+    monkeypatch.setattr(local, "train_run", train_run)
+    train(recipe)
+    logs = RunFolder(recipe.parent / "runs" / "tiny").logs
+    lines = (logs / "supervisor.log").read_text().splitlines()
+    assert len(lines) == len(written)
+    assert all(f"supervisor {text}" in line for line, text in zip(lines, written, strict=True))
+    logging.getLogger("slipstream.launch").warning("after the run")
+    assert len((logs / "supervisor.log").read_text().splitlines()) == len(written)
+
+
+def test_a_run_without_a_warning_has_no_log_of_the_supervisor(recipe: Path, runs: list[dict[str, Any]]) -> None:
+    assert train(recipe).exit_code == 0
+    assert not (RunFolder(recipe.parent / "runs" / "tiny").logs / "supervisor.log").exists()
+
+
+@pytest.mark.parametrize(
+    ("lengths", "said"),
+    [
+        ([1.0, 2.5, 2.25], "acceptance length 2.250 at step 2; the longest was 2.500, at step 1"),
+        ([1.0, 2.5, None], "acceptance length 2.500 at step 1"),
+        ([None], None),
+    ],
+)
+def test_the_best_validation_is_told_beside_the_last(
+    recipe: Path, runs: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, lengths: list[float | None], said: str | None
+) -> None:
+    whole = local.train_run
+
+    def train_run(**arguments: Any) -> RunResult:
+        lines = [{"step": step, "acceptance_length": length} for step, length in enumerate(lengths)]
+        return replace(whole(**arguments), validations=lines)
+
+    monkeypatch.setattr(local, "train_run", train_run)
+    told = [line for line in train(recipe).stdout.splitlines() if line.startswith("acceptance")]
+    assert told == ([] if said is None else [said])

@@ -162,6 +162,8 @@ def train_line(step: int, *, seconds: float, rng: np.random.Generator, block_siz
         "supervised_tokens": 21_000, "context_tokens": tokens, "unique_tokens": tokens, "seconds": seconds,
         "context_tokens_per_second": tokens / seconds, "supervised_tokens_per_second": 21_000 / seconds,
         "anchors_per_second": 4096 / seconds, "memory_bytes": 9_000_000_000 + step * 1000, "total_skipped_steps": 0,
+        "token_fill": tokens / (2 * 8192), "anchor_fill": 1.0 - 0.01 * (step % 7 == 0),
+        **({"device_allocated_bytes": 31_000_000_000 + step * 1000} if step % 2 == 0 else {}),
     }  # fmt: skip
 
 

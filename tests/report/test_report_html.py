@@ -64,6 +64,21 @@ def test_curves_hold_every_step(tmp_path: Path) -> None:
     assert decode(train["step"]).tolist() == list(range(40))
     np.testing.assert_allclose(decode(train["columns"]["loss"]), [line["loss"] for line in run.train], rtol=1e-6)
     assert "mfu" not in train["columns"]
+    slots = run_payload(run)["slot_curves"]
+    assert decode(slots["step"]).tolist() == list(range(40))
+    for slot, column in enumerate(slots["columns"]):
+        np.testing.assert_allclose(decode(column), [line["accuracy_per_slot"][slot] for line in run.train], rtol=1e-6)
+
+
+def test_slots_are_thinned_to_few_means(tmp_path: Path) -> None:
+    make_run(tmp_path / "one", steps=500)
+    run = read_run(tmp_path / "one")
+    slots = run_payload(run)["slot_curves"]
+    assert slots["mean_of"] == 3
+    assert decode(slots["step"]).tolist() == list(range(0, 500, 3))
+    assert len(slots["columns"]) == 7
+    first = [line["accuracy_per_slot"][0] for line in run.train[:3]]
+    assert decode(slots["columns"][0])[0] == pytest.approx(np.mean(first), rel=1e-6)
 
 
 def test_the_file_asks_for_nothing_from_outside(tmp_path: Path) -> None:

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from slipstream.errors import SlipstreamError, UsageError
+
 if TYPE_CHECKING:
     from slipstream.cli.progress import Bars
     from slipstream.launch.local import RunResult
     from slipstream.launch.preflight import Preflight
+
+STANDARD_ERROR = 2
 
 
 def train(
@@ -44,9 +52,10 @@ def train(
         return
 
     from slipstream.cli.progress import Bars
+    from slipstream.launch.detach import LOG_FILE as SUPERVISOR_LOG
     from slipstream.launch.local import train_run
 
-    with Bars(quiet=as_json) as bars:
+    with Bars(quiet=as_json) as bars, _warnings_into(flight.folder.logs / SUPERVISOR_LOG):
         hear = _Progress(bars, quiet=as_json)
         result = train_run(flight=flight, given=recipe.read_text(), on_report=hear)
     if as_json:
@@ -85,6 +94,29 @@ def _print(result: RunResult, *, is_rehearsal: bool) -> None:
         typer.echo('a rehearsal: target.weights = "random", so this drafter is worthless and cannot be exported')
         return
     typer.echo(f"next: slipstream export {result.folder} --out DIR")
+
+
+@contextmanager
+def _warnings_into(log: Path) -> Iterator[None]:
+    """What this process warns of goes into the run's folder too, and so does what it fails with: logs by worker, all of them.
+
+    A detached one says everything there.
+    """
+    if log.exists() and os.path.samestat(os.fstat(STANDARD_ERROR), log.stat()):
+        yield
+        return
+    handler = logging.FileHandler(log, delay=True)  # none for a start that is refused: the folder may be another's
+    handler.setFormatter(logging.Formatter("%(asctime)s supervisor %(levelname)s %(name)s: %(message)s"))
+    logging.getLogger("slipstream").addHandler(handler)
+    try:
+        yield
+    except SlipstreamError as error:
+        if not isinstance(error, UsageError) and log.parent.is_dir():
+            handler.handle(logging.LogRecord("slipstream", logging.ERROR, __file__, 0, "%s", (error,), None))
+        raise
+    finally:
+        logging.getLogger("slipstream").removeHandler(handler)
+        handler.close()
 
 
 def _detach(flight: Preflight, *, recipe: Path, changes: list[str], as_json: bool) -> None:

@@ -5,18 +5,13 @@ Preflight → schedule → answers to the validation prompts → memory and brok
 
 from __future__ import annotations
 
-import json
 import logging
 import os
-import platform
 import shutil
-import sys
-import time
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +20,7 @@ from slipstream.device.numa import prefer_node
 from slipstream.device.shared import SharedMemory
 from slipstream.errors import Interrupted, PlanError, PreflightError, WorkerFailed
 from slipstream.launch.ending import closing_verdict
+from slipstream.launch.environment import record_environment
 from slipstream.launch.forecast import forecast_of_run
 from slipstream.launch.handle import RunHandle
 from slipstream.launch.lock import RunLock
@@ -46,7 +42,6 @@ from slipstream.transport.broker import Broker
 from slipstream.transport.connections import connection_pair
 
 Report = Callable[[str, str, Any], None]
-VERSIONS_OF = ("slipstream", "torch", "transformers", "datasets", "numpy", "safetensors")
 
 log = logging.getLogger(__name__)
 
@@ -182,7 +177,7 @@ class _Run:
         folder.recipe.write_text(dump_recipe(self.flight.recipe))
         if self.given is not None:
             folder.recipe_given.write_text(self.given)
-        _record_environment(folder.environment, resources=self.resources)
+        record_environment(folder.environment, resources=self.resources)
 
     def _supervise(self, *, plan: RunPlan, rendezvous: Path) -> dict[str, Any]:
         split = self.flight.placement.mode == "split"
@@ -374,26 +369,3 @@ def _cursor_step(checkpoint: Path, *, digest: str) -> int:
             hint="the corpus or a key of [plan] or drafter.block_size changed since",
         )
     return cursor.step
-
-
-def _record_environment(path: Path, *, resources: Resources) -> None:
-    """Append what this start ran on."""
-    versions: dict[str, str | None] = {}
-    for name in VERSIONS_OF:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            versions[name] = None
-    row = {
-        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "command": sys.argv,
-        "python": platform.python_version(),
-        "system": platform.platform(),
-        "cores": os.cpu_count(),
-        "disk_free_bytes": shutil.disk_usage(path.parent).free,
-        "gpus": [gpu.name for gpu in resources.gpus],
-        "numa": resources.describe_binding(),
-        "versions": versions,
-    }
-    with path.open("a") as file:
-        file.write(json.dumps(row) + "\n")

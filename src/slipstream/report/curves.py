@@ -16,9 +16,14 @@ MOST_POINTS = 20_000
 MOST_SAMPLES = 3_000
 TRAIN_COLUMNS = (
     "loss", "acceptance_length", "accuracy", "learning_rate", "gradient_norm", "seconds", "context_tokens_per_second",
-    "supervised_tokens_per_second", "anchors_per_second", "memory_bytes", "mfu",
+    "supervised_tokens_per_second", "anchors_per_second", "token_fill", "anchor_fill", "memory_bytes", "device_allocated_bytes",
+    "mfu",
 )  # fmt: skip
-GPU_COLUMNS = ("utilisation", "sm_active", "tensor_active", "memory_bytes", "power_watts")
+GPU_COLUMNS = (
+    "utilisation", "sm_active", "tensor_active", "memory_bytes", "power_watts", "pcie_tx_bytes_per_second",
+    "pcie_rx_bytes_per_second",
+)  # fmt: skip
+SLOT_POINTS = 200
 QUEUE_COLUMNS = ("ready", "ready_bytes", "issued", "free")
 
 
@@ -39,11 +44,23 @@ def train_curves(run: RunData, *, after_step: int = -1) -> dict[str, Any]:
 def slot_accuracy(run: RunData) -> list[float | None]:
     """Accuracy by slot of the block, mean of the last twentieth of the steps (at most 200)."""
     last = run.train[-min(200, max(1, len(run.train) // 20)) :]
-    rows = [line["accuracy_per_slot"] for line in last if line.get("accuracy_per_slot")]
-    if not rows:
-        return []
-    values = np.array([[np.nan if value is None else value for value in row] for row in rows], dtype=np.float64)
-    return [_none(value) for value in _nanmean(values, axis=0)]
+    values = _by_slot(last)
+    return [_none(value) for value in _nanmean(values, axis=0)] if len(values) else []
+
+
+def slot_curves(run: RunData) -> dict[str, Any]:
+    """Accuracy by slot of the block over all steps: a column a slot, means of so many steps each that they are few."""
+    lines = [line for line in run.train if line.get("accuracy_per_slot")]
+    values, width = _by_slot(lines), max(1, -(-len(lines) // SLOT_POINTS))
+    steps = np.array([line["step"] for line in lines], dtype=np.int64)[::width]
+    columns = [encode_floats(bin_means(column, width)) for column in values.T] if len(values) else []
+    return {"step": encode_differences(steps), "columns": columns, "mean_of": width}
+
+
+def _by_slot(lines: list[dict[str, Any]]) -> Floats:
+    """Accuracies, float64 `[lines, slots]`; NaN where a slot had nothing supervised."""
+    rows = [line["accuracy_per_slot"] for line in lines if line.get("accuracy_per_slot")]
+    return np.array([[np.nan if value is None else value for value in row] for row in rows], dtype=np.float64)
 
 
 def mixing_curve(run: RunData) -> dict[str, Any] | None:

@@ -271,7 +271,7 @@ def _uneven(measured: Measured, *, starved: float, blocked: float, depth: dict[s
     slots = measured.work.packs_per_step * (ahead - measured.ahead_packs)
     return Finding(
         kind="sawtooth",
-        sentence=f"{sentence}: packs come in bursts, the longest takes {longest:.2f} s, the median {usual:.2f} s",
+        sentence=f"{sentence}: packs come in bursts, the longest takes {took(longest)}, the median {took(usual)}",
         share_lost=_of_all(measured, measured.trainers, starved),
         advice=f"let targets run further ahead: plan.ahead_packs {measured.ahead_packs} -> {ahead} ({slots} more slots; a new "
         f"run) is predicted to give {thousands(measured.rate * (1 + gain))} tokens/s, {percent(gain, sign=True)}",
@@ -298,6 +298,11 @@ def _simulated(measured: Measured, *, ahead: int) -> float:
 
 def _longest(seconds: Sequence[float]) -> tuple[float, float]:
     return (max(seconds), float(np.median(seconds))) if seconds else (0.0, 0.0)
+
+
+def took(seconds: float) -> str:
+    """Seconds of a stage: in milliseconds below a tenth."""
+    return f"{seconds:.2f} s" if seconds >= 0.1 else f"{seconds * 1e3:.3g} ms"
 
 
 def percent(share: float, *, sign: bool = False) -> str:

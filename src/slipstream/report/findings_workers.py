@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from slipstream.report.findings import Finding, Kind, percent
+from slipstream.report.findings import Finding, Kind, percent, took
 from slipstream.report.measured import ONCE, PAUSES, USE, Measured, Worker
 from slipstream.report.reading import RunData, number
 
@@ -59,7 +59,7 @@ def _loader(measured: Measured) -> Finding | None:
     return Finding(
         kind="slow_loader",
         sentence=f"{worst.name} waits {percent(share)} for the arrays of its next step: the thread that builds them takes "
-        f"{built:.2f} s for one, the rest of a step {step * (1 - share):.2f} s",
+        f"{took(built)} for one, the rest of a step {took(step * (1 - share))}",
         share_lost=_lost(measured, share * step),
         advice="put corpus.path on a faster disk, or leave that thread a core (placement.target_threads, drafter_threads)",
         predicted_gain=_gain(measured, share * step),
@@ -80,7 +80,7 @@ def _imbalance(measured: Measured) -> Finding | None:
         return None
     return Finding(
         kind="rank_imbalance",
-        sentence=f"{ranks[slow].name} works {own[slow]:.2f} s a step, the other ranks {others:.2f} s: they wait "
+        sentence=f"{ranks[slow].name} works {took(float(own[slow]))} a step, the other ranks {took(others)}: they wait "
         f"{percent(late / step)} of each step for it",
         share_lost=_lost(measured, late * (len(ranks) - 1) / len(ranks)),
         advice=f"give {ranks[slow].name} what the others have: its GPU or cores are slower, or shared with something else",

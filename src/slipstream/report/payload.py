@@ -10,7 +10,15 @@ from typing import Any
 import numpy as np
 import tomli_w
 
-from slipstream.report.curves import GPU_COLUMNS, QUEUE_COLUMNS, mixing_curve, sample_curves, slot_accuracy, train_curves
+from slipstream.report.curves import (
+    GPU_COLUMNS,
+    QUEUE_COLUMNS,
+    mixing_curve,
+    sample_curves,
+    slot_accuracy,
+    slot_curves,
+    train_curves,
+)
 from slipstream.report.figures import run_figures, verdict_figures
 from slipstream.report.lanes import MOST_SPANS, Thinning, choose_thinning, encode_lanes
 from slipstream.report.reading import RunData
@@ -90,6 +98,7 @@ def run_payload(
         "verdict": told.verdict,
         "train": train_curves(run, after_step=known.step if known else -1),
         "slot_accuracy": slot_accuracy(run),
+        "slot_curves": slot_curves(run),
         "validations": run.validations,
         "events": [line for line in run.events if line.get("kind") in ("start", "checkpoint", "restart")],
         "lanes": _lanes(run, known=known, begin=begin, thinning=thinning),

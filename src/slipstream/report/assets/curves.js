@@ -12,7 +12,7 @@ function seriesColour(index) {
   return palette[index % palette.length];
 }
 
-// describe() -> {x, series: [{label, values, thin, dashed, points, colour}], text: how a value is written, log, xName} or null
+// describe() -> {x, series: [{label, values, thin, dashed, points, colour}], text: how a value is written, log, fromZero, xName} or null
 class Chart {
   constructor(title, describe, { hint = "" } = {}) {
     this.describe = describe;
@@ -42,7 +42,7 @@ class Chart {
     this.plot = new uPlot(this.options(found), data, this.holder);
   }
 
-  options({ series, text = formatNumber, log = false, xName = "step" }) {
+  options({ series, text = formatNumber, log = false, fromZero = false, xName = "step" }) {
     const [quiet, faint] = [themeColour("quiet"), themeColour("faint")];
     const axis = { stroke: quiet, grid: { stroke: faint, width: 1 }, ticks: { stroke: faint, width: 1, size: 4 }, font: "11px system-ui, sans-serif" };
     const byStep = xName === "step";
@@ -50,7 +50,7 @@ class Chart {
       width: this.width,
       height: CHART_HEIGHT,
       cursor: { sync: { key: xName, setSeries: false }, points: { size: 6 } },
-      scales: { x: { time: false }, y: { distr: log ? 3 : 1 } },
+      scales: { x: { time: false }, y: fromZero ? { range: (_, low, high) => [0, 1.08 * high || 1] } : { distr: log ? 3 : 1 } },
       legend: { live: true },
       hooks: { setLegend: [showLast] },
       axes: [
@@ -119,7 +119,8 @@ function align(parts) {
 }
 
 // A curve by step: each value thin, its running mean strong; validations as points of their own. Several runs: means only.
-function trainChart(models, title, column, { text = formatNumber, log = false, hint = "", validation = false, level = null, raw = true } = {}) {
+// A sparse one has no value at most steps, and stands on zero.
+function trainChart(models, title, column, { text = formatNumber, log = false, hint = "", validation = false, level = null, raw = true, sparse = false } = {}) {
   return new Chart(title, () => {
     const parts = [];
     models().forEach((model, index) => {
@@ -129,7 +130,7 @@ function trainChart(models, title, column, { text = formatNumber, log = false, h
       if (values) {
         const x = model.train.step;
         if (models().length === 1 && raw && values.length >= 150) parts.push({ x, values, label: "each step", thin: true, colour });
-        parts.push({ x, values: raw ? smooth(values) : values, label: `${prefix}${raw && values.length >= 150 ? "mean" : "train"}`, colour, points: values.length < 3 });
+        parts.push({ x, values: raw ? smooth(values) : values, label: `${prefix}${raw && values.length >= 150 ? "mean" : "train"}`, colour, points: values.length < 3, step: sparse });
       }
       if (validation && model.validations.length) {
         const rows = model.validations.filter((row) => known(row[column]));
@@ -144,7 +145,7 @@ function trainChart(models, title, column, { text = formatNumber, log = false, h
     });
     if (!parts.length) return null;
     const { x, columns } = align(parts);
-    return { x, series: parts.map((part, index) => ({ ...part, values: columns[index] })), text, log };
+    return { x, series: parts.map((part, index) => ({ ...part, values: columns[index] })), text, log, fromZero: sparse };
   }, { hint });
 }
 
@@ -158,16 +159,34 @@ function trainCharts(models) {
     trainChart(models, "Seconds per step", "seconds", { text: formatSeconds }),
     trainChart(models, "Learning rate", "learning_rate", { raw: false, text: (value) => (value ? value.toExponential(1) : "0") }),
     trainChart(models, "Model FLOPs utilisation", "mfu", { text: (value) => formatShare(value, 1) }),
+    slotChart(models),
+    trainChart(models, "Supervised tokens per second", "supervised_tokens_per_second", { text: formatRate }),
+    trainChart(models, "Anchors per second", "anchors_per_second", { text: formatRate }),
+    trainChart(models, "Token fill", "token_fill", { text: (value) => formatShare(value, 1), hint: "context tokens of a step, of what its packs can hold" }),
+    trainChart(models, "Anchor fill", "anchor_fill", { text: (value) => formatShare(value, 1), hint: "anchors of a step, of what its packs can hold" }),
+    trainChart(models, "Memory of the process", "memory_bytes", { raw: false, sparse: true, text: formatBytes, hint: "resident in host memory, of the process that trains (rank 0)" }),
+    trainChart(models, "Memory on its GPU", "device_allocated_bytes", { raw: false, sparse: true, text: formatBytes, hint: "handed out by torch's allocator, about once a second" }),
   ];
 }
 
-// A chart by time of one or more columns of samples, one line for each of what was sampled.
-function sampleChart(held, title, names, { text = formatNumber, who = (key) => key, hint = "" } = {}) {
+// Accuracy of each slot of the block over the run: one line a slot, the first darkest. Of one run.
+function slotChart(models) {
+  return new Chart("Accuracy by slot", () => {
+    const { step, columns } = models()[0].slots;
+    if (models().length > 1 || step.length < 2) return null;
+    const shade = (slot) => `hsl(${215 + (110 * slot) / Math.max(1, columns.length - 1)} 60% ${darkScheme.matches ? 68 : 45}%)`;
+    return { x: step, series: columns.map((values, slot) => ({ label: String(slot + 1), values, colour: shade(slot) })), text: (value) => formatShare(value) };
+  }, { hint: "share of supervised slots that are right; slot 1 is the first drafted token" });
+}
+
+// A chart by time of one or more columns of samples, one line for each of what was sampled. Where samples jump from one to the
+// next and lines would hide each other, `mean` draws the running mean of many.
+function sampleChart(held, title, names, { text = formatNumber, who = (key) => key, mean = false, hint = mean ? "running mean" : "" } = {}) {
   return new Chart(title, () => {
     const parts = [];
     for (const [key, samples] of held()) {
       for (const [name, label] of Object.entries(names)) {
-        if (samples.columns[name]) parts.push({ x: samples.time, values: samples.columns[name], label: `${who(key)} ${label}`.trim() });
+        if (samples.columns[name]) parts.push({ x: samples.time, values: mean && samples.time.length >= 300 ? smooth(samples.columns[name]) : samples.columns[name], label: `${who(key)} ${label}`.trim() });
       }
     }
     if (!parts.length) return null;

@@ -39,7 +39,7 @@ function gpusSection(model, charts) {
   const share = { number: true, text: (value) => formatShare(value) };
   const rate = { number: true, text: (value) => (known(value) ? `${formatBytes(value)}/s` : "–") };
   return section("gpus", "Use of the GPUs",
-    note("The table: means while it trained, validation included. Utilisation: some kernel ran. SM active: shares of multiprocessors with work. Tensor active: shares of cycles in which tensor cores computed."),
+    note("The table: means while it trained, validation included; curves of many samples are running means. Utilisation: some kernel ran. SM active: shares of multiprocessors with work. Tensor active: shares of cycles in which tensor cores computed."),
     element("div", { class: "charts" }, charts.map((chart) => chart.root)),
     table(rows, [
       ["GPU", (row) => row.gpu, { number: true }], ["utilisation", (row) => row.utilisation, share], ["SM active", (row) => row.sm_active, share],

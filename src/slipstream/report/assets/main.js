@@ -30,11 +30,13 @@ class Page {
     ];
     const gpu = (key) => `GPU ${key}`;
     this.gpuCharts = [
-      sampleChart(() => own().gpus, "Utilisation", { utilisation: "" }, { who: gpu, text: formatShare }),
-      sampleChart(() => own().gpus, "SM active", { sm_active: "" }, { who: gpu, text: formatShare }),
-      sampleChart(() => own().gpus, "Tensor active", { tensor_active: "" }, { who: gpu, text: formatShare }),
+      sampleChart(() => own().gpus, "Utilisation", { utilisation: "" }, { who: gpu, text: formatShare, mean: true }),
+      sampleChart(() => own().gpus, "SM active", { sm_active: "" }, { who: gpu, text: formatShare, mean: true }),
+      sampleChart(() => own().gpus, "Tensor active", { tensor_active: "" }, { who: gpu, text: formatShare, mean: true }),
       sampleChart(() => own().gpus, "Memory in use", { memory_bytes: "" }, { who: gpu, text: formatBytes }),
-      sampleChart(() => own().gpus, "Power", { power_watts: "" }, { who: gpu, text: (value) => `${Math.round(value)} W` }),
+      sampleChart(() => own().gpus, "Power", { power_watts: "" }, { who: gpu, mean: true, text: (value) => `${Math.round(value)} W` }),
+      sampleChart(() => own().gpus, "PCIe out per second", { pcie_tx_bytes_per_second: "" }, { who: gpu, mean: true, text: formatBytes }),
+      sampleChart(() => own().gpus, "PCIe in per second", { pcie_rx_bytes_per_second: "" }, { who: gpu, mean: true, text: formatBytes }),
     ];
     this.mixingChart = model.mixing ? new Chart("Distance of a step's lengths to the corpus'", () => ({
       x: model.mixing.step, series: [{ label: "distance", values: model.mixing.distance }],

@@ -99,6 +99,7 @@ class RunModel {
     if (payload.whole) this.exact = payload.exact;
     for (const encoded of payload.lanes) await this.laneOf(encoded).append(encoded, this.codesFor(encoded.states));
     await this.takeTrain(payload.train);
+    await this.takeSlots(payload.slot_curves);
     await this.takeSamples(this.queues, payload.queues, "rank");
     await this.takeSamples(this.gpus, payload.gpus, "gpu");
   }
@@ -129,6 +130,12 @@ class RunModel {
       const fresh = train.columns[name] ? withGaps(await decodeColumn(train.columns[name])) : new Array(added).fill(null);
       this.train.columns[name] = old.concat(fresh);
     }
+  }
+
+  async takeSlots(found) {
+    const columns = [];
+    for (const column of found.columns) columns.push(withGaps(await decodeColumn(column)));
+    this.slots = { step: Array.from(await decodeColumn(found.step)), columns };
   }
 
   async takeSamples(held, found, key) {
