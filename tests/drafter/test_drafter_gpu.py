@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
-from block_cases import make_case, make_embedding, make_shape
+from block_cases import MASK_TOKEN, make_case, make_embedding, make_shape
 
 from slipstream.config.recipe import LayerType, ObjectiveSection
 from slipstream.drafter import batch_to, build_drafter, elementwise
@@ -51,6 +52,28 @@ def test_a_pass_on_cuda_equals_the_cpus_and_never_waits(
         results.append([blocks.detach()[:, 1:], loss.loss_sum.detach(), *(weight.grad for weight in drafter.parameters())])
     for ours, wanted in zip(results[1], results[0], strict=True):
         assert float((ours.cpu() - wanted).norm() / wanted.norm()) < 1e-4
+
+
+def test_a_block_at_a_new_length_costs_what_one_at_an_old_length_does() -> None:
+    """A kernel that is planned for each pair of lengths would cost decoding, and validation, tens of milliseconds a token."""
+    shape = make_shape(block=8)
+    drafter = build_drafter(shape=shape, dtype="bfloat16", device="cuda", seed=1, attention="auto")
+    embedding = make_embedding().to("cuda", torch.bfloat16)
+    hidden = torch.randn(300, shape.num_taps, shape.hidden_size, device="cuda", dtype=torch.bfloat16)
+    context, block = drafter.new_context(), torch.tensor([9] + [MASK_TOKEN] * 7)
+    drafter.extend_context(context, hidden, 0)
+
+    def seconds(lengths: range) -> float:
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        for length in lengths:
+            drafter.draft(context, block, length, embedding)
+        torch.cuda.synchronize()
+        return time.perf_counter() - began
+
+    seconds(range(20, 24))
+    new, old = seconds(range(100, 164)), seconds(range(100, 164))
+    assert new < 2 * old, (new, old)
 
 
 def test_gradients_inside_an_mlp_take_no_memory_and_are_those_of_three_new_tensors() -> None:

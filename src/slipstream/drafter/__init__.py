@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from slipstream.config import DrafterShape
+from slipstream.device.sdpa import forbid_plans_by_shape
 from slipstream.drafter.blocks import batch_to, embedding_rows, make_block_batch, place_batch, to_device
 from slipstream.drafter.decode import DraftContext
 from slipstream.drafter.dflash import DFlashDrafter
@@ -25,6 +26,7 @@ def build_drafter(
 
     `attention` is "auto" (flex on CUDA, SDPA on CPU), "sdpa" or "flex".
     """
+    forbid_plans_by_shape(device)
     types = {"bfloat16": torch.bfloat16, "float32": torch.float32}
     drafter = FAMILIES[family](shape=shape, dtype=types[dtype], device=torch.device(device), attention=attention)
     drafter.initialise(seed=seed)

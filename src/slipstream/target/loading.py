@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrained
 from transformers.utils import logging as transformers_logging
 
 from slipstream.config import TargetInfo
+from slipstream.device.sdpa import forbid_plans_by_shape
 from slipstream.errors import TargetError
 from slipstream.target.dtypes import DTYPES
 from slipstream.target.random_weights import random_model
@@ -64,6 +65,7 @@ def truncate_config(config: Any, *, num_layers: int) -> None:
 
 
 def _load(auto: Any, *, info: TargetInfo, config: Any, dtype: str, device: str) -> PreTrainedModel:
+    forbid_plans_by_shape(device)
     # SDPA cannot cap attention logits (Gemma 2); the plain implementation can.
     attention = "eager" if getattr(config, "attn_logit_softcapping", None) else "sdpa"
     if info.weights == "random":
