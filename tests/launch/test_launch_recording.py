@@ -16,9 +16,10 @@ from slipstream.launch import recording
 from slipstream.launch.planning import slot_layout
 from slipstream.launch.recording import frame_sizes, plan_sizes, record_target
 from slipstream.target.frame import FrameSize
-from slipstream.target.graphs import full_pack
+from slipstream.target.graphs import crowded_pack, full_pack
 from slipstream.target.huggingface import load_target
 from slipstream.target.isolation import pack_documents
+from slipstream.target.layouts import chunk_indices
 
 
 @pytest.fixture
@@ -59,6 +60,39 @@ def test_sizes_follow_from_documents_and_padding() -> None:
         assert any(size.holds(pack.cu_seqlens(), num_tokens=pack.num_tokens) for size in sizes)
     example = full_pack(pack_tokens, longest=sizes[0].longest, vocab_size=100)
     assert all(size.holds(example.cu_seqlens(), num_tokens=pack_tokens) for size in sizes)
+
+
+def test_no_pack_of_as_many_documents_has_more_chunks_than_the_crowded_one() -> None:
+    rng = np.random.default_rng(5)
+    for num_documents in (1, 2, 7, 60):
+        crowded = crowded_pack(1024, num_documents=num_documents, vocab_size=99)
+        assert (crowded.num_documents, crowded.num_tokens) == (num_documents, 1024)
+        most = len(chunk_indices(crowded.cu_seqlens()))
+        assert most == num_documents + (1024 - num_documents) // 64
+        for _ in range(50):
+            borders = np.sort(rng.choice(np.arange(1, 1024), size=num_documents - 1, replace=False))
+            assert len(chunk_indices(np.array([0, *borders, 1024], dtype=np.int32))) <= most
+    assert crowded_pack(128, num_documents=500, vocab_size=99).num_documents == 128
+
+
+def test_a_target_that_is_launched_meets_its_largest_pack_in_warm_up(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    info = read_target_info(recipe.target.model)
+    shape = resolve_drafter(recipe=recipe, info=info)
+    plan = planned(recipe)
+    most = max(plan.pack(number).num_documents for number in range(plan.schedule.num_packs + len(plan.validation)))
+    target = load_target(info=info, dtype="float32", tap_layers=shape.tap_layers)
+    captured: list[int] = []
+    monkeypatch.setattr(recording, "consider_recording", lambda target, **keys: GraphReport(used=False, why="because"))
+    monkeypatch.setattr(recording, "CudaRecorder", lambda device, **stages: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(target, "capture", lambda pack, **slot: captured.append(len(chunk_indices(pack.cu_seqlens()))))
+    layout = slot_layout(recipe=recipe, shape=shape, info=info)
+    record_target(target, recipe=recipe, plan=plan, layout=layout, device="cuda")
+    (chunks,) = captured
+    assert chunks == most + 1 + (128 - most - 1) // 64
+    packs = [plan.pack(number) for number in range(plan.schedule.num_packs + len(plan.validation))]
+    assert chunks >= max(len(chunk_indices(pack.cu_seqlens())) for pack in packs)
 
 
 @pytest.mark.parametrize(("longest", "rounded"), [(1, 128), (128, 128), (129, 256), (4000, 4096), (4090, 4096)])

@@ -29,6 +29,7 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from slipstream.config import read_target_info
 from slipstream.errors import TargetError
+from slipstream.target.graphs import run_crowded
 from slipstream.target.huggingface import load_target
 from slipstream.target.isolation import pack_documents, perturb
 from slipstream.target.layouts import Packing, chunk_indices
@@ -232,6 +233,25 @@ def test_a_capture_never_waits_and_nothing_grows(target):
             capture_all()
         finally:
             torch.cuda.set_sync_debug_mode("default")
+        torch.cuda.synchronize()
+    assert allocated() == before
+
+
+def test_after_the_most_crowded_pack_no_other_needs_more(target):
+    """Whatever a pack's documents, what was allocated for the one with most chunks is enough: the driver is not asked again."""
+    rng = np.random.default_rng(9)
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    run_crowded(target, num_documents=41, pack_tokens=PACK_TOKENS, slot_dtype=torch.bfloat16)
+    packs = []
+    for number in range(1, 41, 3):
+        borders = np.sort(rng.choice(np.arange(1, PACK_TOKENS - 7), size=number, replace=False))
+        packs.append(make_pack(np.diff(np.array([0, *borders])), seed=number))
+    slot = empty_slot(packs[0])
+    target.capture(packs[0], hidden_TKD=slot)
+    before = allocated()
+    for pack in packs:
+        target.capture(pack, hidden_TKD=slot)
         torch.cuda.synchronize()
     assert allocated() == before
 

@@ -19,7 +19,7 @@ from slipstream.device.recorder import CudaRecorder
 from slipstream.launch.planning import RunPlan
 from slipstream.records import Int64Array
 from slipstream.target.frame import FrameSize
-from slipstream.target.graphs import consider_recording
+from slipstream.target.graphs import consider_recording, run_crowded
 from slipstream.target.huggingface import HuggingFaceTarget
 from slipstream.transport.layout import SlotLayout
 from slipstream.transport.slots import DTYPES
@@ -38,7 +38,7 @@ def record_target(
 ) -> dict[str, object] | None:
     """Record a target's forward where that pays (`placement.cuda_graphs`), in warm-up; nothing on a CPU.
 
-    Returns the line of metrics that tells what was decided.
+    Where it is launched, a pack that needs as much as any of the plan is launched once. Returns the line of metrics that tells what was decided.
     """
     if device == "cpu":
         return None
@@ -54,6 +54,14 @@ def record_target(
         recorder=CudaRecorder(torch.device("cuda", torch.cuda.current_device()), stage="target"),
         finish=torch.cuda.synchronize,
     )
+    if not report.used:
+        run_crowded(
+            target,
+            num_documents=most_documents(plan) + 1,
+            pack_tokens=recipe.plan.pack_tokens,
+            slot_dtype=DTYPES[layout.dtype],
+        )
+        torch.cuda.synchronize()
     seconds = time.perf_counter() - began
     log.info("CUDA graphs of the target, %d sizes, are %s (%.1f s)", len(sizes), report.told(), seconds)
     return {"kind": "target_warm_up", "step": plan.start_step, "seconds": seconds, "cuda_graphs": asdict(report)}
@@ -70,6 +78,11 @@ def plan_sizes(*, recipe: Recipe, plan: RunPlan) -> list[FrameSize]:
         longest_document=max([int(lengths[arrays.document_ids].max(initial=1)), *of_answers]),
         pack_tokens=recipe.plan.pack_tokens,
     )
+
+
+def most_documents(plan: RunPlan) -> int:
+    """Of one pack of a plan, validation included."""
+    return max(int(np.diff(plan.schedule.arrays.pack_starts).max()), *(item.pack.num_documents for item in plan.validation), 1)
 
 
 def frame_sizes(

@@ -17,6 +17,7 @@ from slipstream.records import Pack
 from slipstream.target.frame import FrameSize
 from slipstream.target.huggingface import HuggingFaceTarget
 from slipstream.target.isolation import pack_documents
+from slipstream.target.layouts import CHUNK_TOKENS
 from slipstream.target.recorded import SlotMemory
 
 
@@ -74,3 +75,25 @@ def full_pack(pack_tokens: int, *, longest: int, vocab_size: int) -> Pack:
     ids = np.arange(pack_tokens, dtype=np.int32) % np.int32(vocab_size)
     documents = [ids[start : start + longest] for start in range(0, pack_tokens, longest)]
     return pack_documents(documents, capacity_tokens=pack_tokens)
+
+
+def crowded_pack(pack_tokens: int, *, num_documents: int, vocab_size: int) -> Pack:
+    """A full pack of so many documents, cut so that chunked kernels have as many chunks as such a pack can have."""
+    num_documents = min(num_documents, pack_tokens)
+    whole, rest = divmod(pack_tokens - num_documents, CHUNK_TOKENS)
+    lengths = [CHUNK_TOKENS * (whole // num_documents + (at < whole % num_documents)) + 1 for at in range(num_documents)]
+    lengths[-1] += rest
+    ids = np.arange(pack_tokens, dtype=np.int32) % np.int32(vocab_size)
+    return pack_documents(np.split(ids, np.cumsum(lengths)[:-1]), capacity_tokens=pack_tokens)
+
+
+def run_crowded(target: HuggingFaceTarget, *, num_documents: int, pack_tokens: int, slot_dtype: torch.dtype) -> None:
+    """Launch a pack with the most chunks, for warm-up: what delta nets allocate grows with them, and no later pack needs more.
+
+    `num_documents` is the most that a pack has, padding counted. Nothing for a target that takes no document of that length.
+    """
+    pack = crowded_pack(pack_tokens, num_documents=num_documents, vocab_size=target.info.vocab_size)
+    if target.accepts(pack):
+        hidden_TKD, scale_TK, last_hidden_TD = new_slot(target, pack_tokens=pack_tokens, dtype=slot_dtype).parts
+        assert hidden_TKD is not None
+        target.capture(pack, hidden_TKD=hidden_TKD, scale_TK=scale_TK, last_hidden_TD=last_hidden_TD)
