@@ -115,6 +115,7 @@ def test_regenerate_prepare_check(target, tmp_path):
     table = run("check", tmp_path / "recipe.toml", "target.packing=padded", "--prompts", tmp_path / "out.jsonl")
     assert table.exit_code == 0, table.output
     assert "padded against alone" in table.stdout
+    assert "check: 100%, done" in table.stderr
     assert "FAILS" not in table.stdout
 
 

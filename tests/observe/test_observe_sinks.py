@@ -76,6 +76,17 @@ def test_a_sink_that_does_not_start_stops_the_run(tmp_path: Path, monkeypatch: p
     assert started.closed
 
 
+def test_wandb_that_is_not_logged_in_may_go_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(facts: RunFacts) -> Listening:
+        raise ValueError("No API key configured")
+
+    monkeypatch.setattr(sinks, "SINKS", {"wandb": refuses})
+    with pytest.raises(PreflightError, match=r"No API key configured \(observe.wandb_mode = \"offline\" needs no login"):
+        open_metric_log(["wandb"], facts=facts(tmp_path))
+    with pytest.raises(PreflightError, match=r"No API key configured$"):
+        open_metric_log(["wandb"], facts=dataclasses.replace(facts(tmp_path), wandb_mode="offline"))
+
+
 def test_an_unknown_sink_is_refused(tmp_path: Path) -> None:
     with pytest.raises(PreflightError, match="console, jsonl"):
         open_metric_log(["pigeon"], facts=facts(tmp_path))

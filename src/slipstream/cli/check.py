@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -41,6 +42,7 @@ def check(
     alone, and the drafter's train-mode block against its decode-mode block. A float8 target's error on each tap is measured
     against bfloat16. Exit code 1 if a proof fails.
     """
+    from slipstream.cli.progress import Bars
     from slipstream.config import load_recipe, read_target_info, resolve_drafter
     from slipstream.target.parity import check_target
 
@@ -50,15 +52,17 @@ def check(
     documents = _from_prompts(prompts, info=info) if prompts else _from_corpus(resolved)
     device = _device(resolved)
     pack, uses = _pack(_some(documents, recipe=resolved), shape=shape)
-    results = check_target(
-        info=info,
-        dtype=resolved.target.dtype,
-        tap_layers=shape.tap_layers,
-        pack=pack,
-        device=device,
-        packing=resolved.target.packing,
-        block_parity=_block_parity(recipe=resolved, info=info, shape=shape, pack=pack, uses=uses, device=device),
-    )
+    with Bars(quiet=as_json) as bars:
+        results = check_target(
+            info=info,
+            dtype=resolved.target.dtype,
+            tap_layers=shape.tap_layers,
+            pack=pack,
+            device=device,
+            packing=resolved.target.packing,
+            block_parity=_block_parity(recipe=resolved, info=info, shape=shape, pack=pack, uses=uses, device=device),
+            on_progress=partial(bars, "check"),
+        )
     if as_json:
         typer.echo(json.dumps([asdict(result) for result in results], indent=1))
     else:

@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 
 Line = Mapping[str, object]
 
+OFFLINE = 'observe.wandb_mode = "offline" needs no login and keeps the run in its folder'
+
 
 class Sink(Protocol):
     """Takes lines of metrics; every line has "kind" and "step". The constructor raises when the sink cannot work."""
@@ -192,7 +194,9 @@ def open_metric_log(names: Sequence[str], *, facts: RunFacts) -> MetricLog:
         except Exception as error:  # foreign ground, and the run must stop on it in words
             for started in sinks.values():
                 started.close()
-            raise PreflightError(key="observe.sinks", value=name, rule=f"this sink does not start: {error}") from error
+            hint = OFFLINE if name == "wandb" and facts.wandb_mode == "online" else ""
+            rule = f"this sink does not start: {error}"
+            raise PreflightError(key="observe.sinks", value=name, rule=rule, hint=hint) from error
     return MetricLog(sinks)
 
 

@@ -48,6 +48,7 @@ def check_target(
     device: str = "cpu",
     packing: str = "auto",
     block_parity: Callable[[Tensor], CheckResult] | None = None,
+    on_progress: Callable[[int, int, str], None] = lambda done, of, text: None,
 ) -> list[CheckResult]:
     """Prove a target on one pack: ascending taps, isolation, captured states, packed against alone, finite states, and blocks.
 
@@ -55,11 +56,13 @@ def check_target(
     isolation is by perturbation and exactly 0. `block_parity`, given the captured states, compares the drafter's train-mode
     block with its decode-mode block. The pack needs two documents or more. A float8 target is compared with the whole model in
     bfloat16, each document alone, per tap, by `row_error`. Raises `TargetError` where the target cannot be loaded as asked; a
-    proof that fails is a result.
+    proof that fails is a result. `on_progress(done, of, what)` hears of each stage as it begins.
     """
     if pack.num_documents < 2:
         raise TargetError(key="prompts", value=pack.num_documents, rule="isolation needs two documents or more in the pack")
+    on_progress(0, 5, "loads the target up to its last tap")
     target = load_target(info=info, dtype=dtype, tap_layers=tap_layers, device=device, packing=packing)
+    on_progress(1, 5, "changes documents, captures states")
     results = [_check_taps(target), *_check_isolation(target, pack=pack)]
     captured_TKD = target.hidden_states(pack, packing=target.packing)
     bad_rows = int(target.bad_rows)
@@ -67,7 +70,9 @@ def check_target(
     packing_used = target.packing
     # The cut model goes before the whole one comes: a large target fits once.
     del target
+    on_progress(2, 5, "loads the whole target")
     model = load_decoder(info=info, dtype=dtype, device=device)
+    on_progress(3, 5, "computes its own hidden states")
     alone_TKD = _reference(model, pack=pack, tap_layers=tap_layers, packing=Packing.ALONE)
     if dtype == "float8":
         results += _check_float8(captured_TKD, alone_TKD, pack=pack, tap_layers=tap_layers)
@@ -76,7 +81,9 @@ def check_target(
         results += _check_taps_equal(captured_TKD, same_TKD, tap_layers=tap_layers, allowed=TOLERANCE[dtype])
         results.append(_check_alone(captured_TKD, alone_TKD, packing=packing_used, allowed=TOLERANCE[dtype]))
     if block_parity is not None:
+        on_progress(4, 5, "trains and serves blocks")
         results.append(block_parity(captured_TKD))
+    on_progress(5, 5, "done")
     return results
 
 
