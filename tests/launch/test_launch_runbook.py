@@ -103,6 +103,19 @@ def test_a_restart_is_counted_and_written(folder: RunFolder) -> None:
     assert lines(folder)[-1] == {"kind": "restart", "step": 3, "worker": "target-1", "attempt": 1}
 
 
+def test_late_work_of_a_target_is_told_and_written_at_the_step_of_training(
+    folder: RunFolder, caplog: pytest.LogCaptureFixture
+) -> None:
+    book = RunBook(folder=folder, recipe=RECIPE, on_report=None)
+    book.begin(start_step=5, num_steps=9)
+    late = {"pack": 40, "recompiles": 1, "names": ["graph 3/0"]}
+    with caplog.at_level(logging.WARNING):
+        book.take("target-1", "late_work", late)
+    book.close()
+    assert "target-1 compiled or allocated something after warm-up" in caplog.text
+    assert lines(folder) == [{"kind": "late_work", "step": 5, "worker": "target-1", **late}]
+
+
 def test_rows_that_were_not_finite_are_told(folder: RunFolder, caplog: pytest.LogCaptureFixture) -> None:
     book = RunBook(folder=folder, recipe=RECIPE, on_report=None)
     book.begin(start_step=5, num_steps=9)

@@ -38,7 +38,8 @@ def record_target(
 ) -> dict[str, object] | None:
     """Record a target's forward where that pays (`placement.cuda_graphs`), in warm-up; nothing on a CPU.
 
-    Where it is launched, a pack that needs as much as any of the plan is launched once. Returns the line of metrics that tells what was decided.
+    Where it is launched, a pack that needs as much as any of the plan is launched once.
+    Returns the line of metrics that tells what was decided.
     """
     if device == "cpu":
         return None

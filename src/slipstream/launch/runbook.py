@@ -77,6 +77,9 @@ class RunBook:
             self._state["restarts"] += 1
             self._renew()
             self._write({"kind": "restart", "step": self._state["step"], "worker": worker, **payload})
+        elif kind == "late_work":
+            log.warning("%s compiled or allocated something after warm-up: %s", worker, payload)
+            self._write({"kind": kind, "step": self._state["step"], "worker": worker, **payload})
         elif kind == "done" and payload.get("bad_rows"):
             rows = payload["bad_rows"]
             log.warning(

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from slipstream.device.shared import SharedMemory
 from slipstream.launch.child import Control
+from slipstream.launch.late_target import LateTarget
 from slipstream.launch.planning import RunPlan, slot_layout
 from slipstream.launch.recording import record_target
 from slipstream.launch.roles import Job
@@ -49,6 +52,7 @@ def play_target(job: Job, control: Control, account: Account) -> dict[str, Any]:
     sink = _open_sink(job=job, pools=pools, plan=plan, fingerprint=target.fingerprint)
     time_stages(account, device=job["device"])
     watch = dry_watch(device=job["device"])
+    late = _late_work(job=job, control=control)
     account.rest()
     made = 0
     while True:
@@ -62,10 +66,13 @@ def play_target(job: Job, control: Control, account: Account) -> dict[str, Any]:
             target.capture(plan.pack(assignment.pack_id), hidden_TKD=sink.hidden(assignment), scale_TK=sink.scale(assignment))
         with account.state("publish", pack=assignment.pack_id):
             sink.publish(assignment)
+        if late is not None:
+            late.look(assignment.pack_id)
         made += 1
     sink.close()
-    if watch is not None:
-        watch.close()
+    for watching in (watch, late):
+        if watching is not None:
+            watching.close()
     return {"packs": made, "bad_rows": int(target.bad_rows)}
 
 
@@ -77,3 +84,13 @@ def _open_sink(*, job: Job, pools: list[SlotPool], plan: RunPlan, fingerprint: s
     from slipstream.launch.on_gpu import gpu_sink  # here, not above: a CPU has no use for it
 
     return gpu_sink(connection=connection, pools=pools, plan=plan, fingerprint=fingerprint)
+
+
+def _late_work(*, job: Job, control: Control) -> LateTarget | None:
+    """What is compiled or allocated too late, told to the supervisor; a CPU does neither."""
+    if job["device"] == "cpu":
+        return None
+    from slipstream.trainer.late_work import CudaWork  # here, not above: a CPU has no use for it
+
+    work = CudaWork(torch.device("cuda", torch.cuda.current_device()))
+    return LateTarget(work, put=lambda line: control.report("late_work", dict(line)))
