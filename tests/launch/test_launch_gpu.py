@@ -19,6 +19,7 @@ from slipstream.launch import local
 from slipstream.launch.local import RunResult, train_run
 from slipstream.launch.preflight import preflight
 from slipstream.launch.processes import Child, start_child
+from slipstream.plan import Schedule
 from slipstream.runfolder import RunFolder
 
 pytestmark = pytest.mark.gpu
@@ -26,6 +27,7 @@ pytestmark = pytest.mark.gpu
 needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 DIMENSIONS = {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
 KILLED_AT = 6
+VALIDATED = {"validation__max_new_tokens": 100, "validation__every_steps": 10}
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +77,8 @@ def train(material: dict[str, str], runs: Path, *, name: str, on_report: Any = N
 @pytest.fixture(scope="module")
 def alone(larger: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> RunResult:
     """One process on one GPU."""
-    return train(larger, tmp_path_factory.mktemp("alone"), name="alone", placement__mode="colocated")
+    changes = {"placement__mode": "colocated", "validation__prompts": larger["prompts"], **VALIDATED}
+    return train(larger, tmp_path_factory.mktemp("alone"), name="alone", **changes)
 
 
 def lines(result: RunResult, kind: str) -> list[dict[str, Any]]:
@@ -117,7 +120,7 @@ def test_two_processes_on_one_gpu_and_a_target_that_dies(
 def test_two_ranks_over_nccl_train_as_one_that_has_both_columns(
     larger: dict[str, str], tmp_path: Path, alone: RunResult
 ) -> None:
-    """Rank 0 validates and writes checkpoints meanwhile; after warm-up nothing is compiled or allocated on it."""
+    """They divide validation, and rank 0 writes checkpoints meanwhile; after warm-up nothing is compiled or allocated on it."""
     result = train(
         larger,
         tmp_path,
@@ -125,13 +128,30 @@ def test_two_ranks_over_nccl_train_as_one_that_has_both_columns(
         placement__mode="colocated",
         placement__drafter_ranks=2,
         validation__prompts=larger["prompts"],
-        validation__max_new_tokens=16,
-        validation__every_steps=10,
         checkpoint__every_steps=9,
+        **VALIDATED,
     )
     assert_same_training(result, alone)
-    assert [line["step"] for line in lines(result, "validation")] == [0, *range(10, result.steps, 10), result.steps]
+    validations = lines(result, "validation")
+    assert [line["step"] for line in validations] == [0, *range(10, result.steps, 10), result.steps]
+    figures = ("acceptance_length", "acceptance_length_by_request", "slot_acceptance", "histogram", "answers")
+    same = [[line[name] for name in figures] for line in (validations[0], lines(alone, "validation")[0])]
+    assert same[0] == same[1], "by the weights that no step has changed yet"
+    _check_shares(RunFolder(result.folder), steps=[line["step"] for line in validations])
     assert lines(result, "late_work") == []
+
+
+def _check_shares(folder: RunFolder, *, steps: list[int]) -> None:
+    """Each rank has captured answers of its own, and was in the state of validation at every measurement."""
+    first = Schedule.load(folder.schedule).num_packs
+    captured = []
+    for worker in ("worker-0", "worker-1"):
+        spans = [json.loads(line) for line in (folder.spans / f"{worker}.jsonl").read_text().splitlines()[1:]]
+        assert sorted({span[5] for span in spans if span[0] == "cpu" and span[1] == "validate"}) == steps
+        captured.append({span[4] - first for span in spans if span[0] == "cpu" and span[1] == "target" and span[4] >= first})
+    count = len(captured[0]) + len(captured[1])
+    assert count > 1
+    assert captured == [set(range(rank, count, 2)) for rank in (0, 1)]
 
 
 @needs_two
