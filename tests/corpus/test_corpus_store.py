@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.corpus.conversation import Reason, Reject
 from slipstream.corpus.meta import CorpusMeta, check_sizes, read_meta, template_fingerprint, tokenizer_fingerprint
-from slipstream.corpus.store import CorpusStore, StoreWriter, count_anchors, write_store
+from slipstream.corpus.store import CorpusStore, StoreWriter, _Chunk, count_anchors, write_store
 from slipstream.errors import CorpusError
 
 DRAFT = CorpusMeta(target="somewhere", tokenizer_fingerprint="t", template_fingerprint="c", options={"max_tokens": 64})
@@ -59,6 +60,20 @@ def test_documents_come_back_in_order_over_several_batches_and_shards(tmp_path: 
     assert store.num_tokens.dtype == store.num_anchors.dtype == np.int32
     assert store.origin(7) == ("s", 8, ("truncated",))
     assert store.rejects() == [Reject("s", 9, Reason.EMPTY_ANSWER, "nothing")]
+
+
+def test_documents_of_a_part_of_an_arrow_file() -> None:
+    documents = some_documents(40)
+    columns = [pa.array([document[name].tolist() for document in documents]) for name in ("token_ids", "loss_mask")]
+    columns[0] = columns[0].cast(pa.list_(pa.int32()))
+    for start, count in ((0, 40), (13, 9), (39, 1)):
+        token_ids, loss_mask = (column.slice(start, count) for column in columns)
+        chunk = _Chunk.over(token_ids, loss_mask)
+        for row in range(len(token_ids)):
+            ids, mask = chunk.document(row)
+            assert ids.tolist() == token_ids[row].as_py()
+            assert mask.tolist() == loss_mask[row].as_py()
+            assert (ids.dtype, mask.dtype) == (np.int32, np.bool_)
 
 
 def test_meta_counts_what_is_there(tmp_path: Path) -> None:

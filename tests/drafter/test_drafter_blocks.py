@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 import torch
 from block_cases import MASK_TOKEN, Case, make_case, make_embedding, make_pack, make_use
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from slipstream.drafter import batch_to, embedding_rows, make_block_batch
 
@@ -35,6 +37,54 @@ def test_labels_follow_the_contiguous_prefix(block: int, seed: int) -> None:
         assert batch.block_token_ids_NB[n].tolist() == [int(case.pack.token_ids[anchor])] + [MASK_TOKEN] * (block - 1)
         assert batch.positions_NB[n].tolist() == [int(case.pack.position_ids[anchor]) + k for k in range(block)]
     assert not batch.supervised_NB[torch.from_numpy(~valid)].any()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 40), max_size=5),
+    padding=st.integers(0, 9),
+    block=st.integers(2, 9),
+    holes=st.floats(0, 1),
+    empty=st.integers(0, 12),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_every_array_is_what_the_rules_say(
+    lengths: list[int], padding: int, block: int, holes: float, empty: int, seed: int
+) -> None:
+    capacity = sum(lengths) + padding + (not lengths)
+    pack = make_pack(lengths=lengths, capacity=capacity, seed=seed, holes=holes)
+    chosen = np.flatnonzero(np.random.default_rng(seed).random(capacity) < 0.3)
+    anchors = [anchor for anchor in chosen.tolist() if anchor < pack.starts[-1]]
+    use = make_use(pack=pack, anchors=anchors, slots=len(anchors) + empty + 1, block=block)
+    batch = make_block_batch(pack=pack, use=use, block_size=block, mask_token_id=MASK_TOKEN, chunk_rows=16)
+    document = pack.document_of_token()
+    starts, tokens, positions, labels, rows = [], [], [], [], []
+    for n, (anchor, valid) in enumerate(zip(use.anchors.tolist(), use.anchor_valid.tolist(), strict=True)):
+        starts.append(int(pack.starts[document[anchor]]) if valid else 0)
+        tokens.append([int(pack.token_ids[anchor]) if valid else MASK_TOKEN] + [MASK_TOKEN] * (block - 1))
+        positions.append([(int(pack.position_ids[anchor]) if valid else 0) + k for k in range(block)])
+        labels.append([0] * block)
+        for k in range(1, block if valid else 0):
+            if anchor + k >= capacity or document[anchor + k] != document[anchor] or not pack.loss_mask[anchor + k]:
+                break
+            labels[n][k] = int(pack.token_ids[anchor + k])
+            rows.append(n * block + k)
+    wanted = {
+        "context_positions_T": pack.position_ids.tolist(),
+        "context_document_T": document.tolist(),
+        "anchors_N": use.anchors.tolist(),
+        "anchor_start_N": starts,
+        "block_token_ids_NB": tokens,
+        "positions_NB": positions,
+        "labels_NB": labels,
+        "rows_M": rows + [0] * (-len(rows) % 16),
+    }
+    for name, values in wanted.items():
+        assert getattr(batch, name).dtype == torch.int64, name
+        assert getattr(batch, name).tolist() == values, name
+    assert batch.anchor_valid_N.tolist() == use.anchor_valid.tolist()
+    assert torch.nonzero(batch.supervised_NB.flatten())[:, 0].tolist() == rows
+    assert (batch.num_rows, batch.supervised_NB.shape) == (len(rows), (len(starts), block))
 
 
 @pytest.mark.parametrize("chunk_rows", [16, 64])

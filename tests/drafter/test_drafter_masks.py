@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
 from block_cases import make_case
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import create_block_mask
 
 from slipstream.config.recipe import LayerType
-from slipstream.drafter.masks import Spans, dense_mask, flex_block_mask, make_spans
+from slipstream.drafter.masks import TILE, Spans, dense_mask, flex_block_mask, make_spans, tile_indices
 from slipstream.records import BlockBatch
 
 KINDS: list[tuple[LayerType, int | None]] = [("full", None), ("sliding", 3), ("sliding", 9), ("sliding", 1000)]
@@ -85,6 +89,29 @@ def test_the_flex_block_mask_is_what_torch_finds(kind: LayerType, window: int | 
 def used(mask: object, count: str, index: str) -> list[list[int]]:
     counts, indices = getattr(mask, count)[0, 0], getattr(mask, index)[0, 0]
     return [row[:number].tolist() for row, number in zip(indices, counts.tolist(), strict=True)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.integers(3, 400), max_size=4),
+    block=st.sampled_from([2, 7, 12, 16, 96, 128, 256, 384]),
+    window=st.none() | st.integers(1, 700),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_tiles_are_those_of_the_whole_mask(lengths: list[int], block: int, window: int | None, seed: int) -> None:
+    """All of the arrays, the part that attention never reads included: they are what recorded digests are of."""
+    capacity = -(-max(sum(lengths), 1) // TILE) * TILE
+    slots = TILE // math.gcd(TILE, block) * (2 if block < TILE else 1)
+    batch = make_case(lengths=lengths, capacity=capacity, slots=slots, block=block, seed=seed, holes=0.0).batch
+    spans = spans_of(batch, "full" if window is None else "sliding", window)
+    tiles = dense_mask(spans).numpy().reshape(slots * block // TILE, TILE, -1, TILE)
+    full = tiles.all(axis=(1, 3))
+    partial = tiles.any(axis=(1, 3)) & ~full
+    for side, some, every in zip(tile_indices(spans), (partial, partial.T), (full, full.T), strict=True):
+        for count, order, wanted in ((side.num_partial, side.partial, some), (side.num_full, side.full, every)):
+            assert count.dtype == order.dtype == np.int32
+            assert count.tolist() == wanted.sum(axis=1).tolist()
+            assert np.array_equal(order, np.argsort(~wanted, axis=1, kind="stable"))
 
 
 def test_full_tiles_are_found_where_documents_are_long() -> None:

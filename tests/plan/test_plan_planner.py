@@ -11,6 +11,7 @@ from plan_corpora import ToyCorpus, corpora, make_corpus
 from slipstream.config.recipe import PlanSection
 from slipstream.errors import PlanError
 from slipstream.plan import Planner
+from slipstream.records import Document
 
 PLAN = {"pack_tokens": 128, "pack_anchors": 32, "packs_per_step": 2, "window": 8, "replay_distance": 10}
 
@@ -100,6 +101,25 @@ def test_another_corpus_is_refused():
     unmasked = make_corpus(lengths=[60] * 8, supervised=0.0)
     with pytest.raises(PlanError, match="valid anchors"):
         Planner(schedule=schedule, document=unmasked.document).use(0, 0)
+
+
+def test_a_pack_wanted_several_times_in_a_row_is_read_once():
+    corpus = make_corpus(lengths=[40 + i % 30 for i in range(60)])
+    schedule = corpus.planner(PlanSection(**PLAN, epochs=1)).schedule
+    read: list[int] = []
+
+    def document(number: int) -> Document:
+        read.append(number)
+        return corpus.document(number)
+
+    planner = Planner(schedule=schedule, document=document)
+    for index in range(schedule.num_steps):
+        for use in planner.step(index).uses:
+            planner.pack(use.pack_id)
+    assert schedule.num_steps > 10
+    assert sorted(read) == sorted(schedule.arrays.document_ids.tolist())
+    planner.pack(0)
+    assert len(read) > len(schedule.arrays.document_ids), "not all packs of a run are kept"
 
 
 def test_the_answers_do_not_depend_on_what_was_asked_before():

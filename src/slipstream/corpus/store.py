@@ -9,14 +9,16 @@ import hashlib
 import json
 import os
 import shutil
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from slipstream.corpus.conversation import Reject
 from slipstream.corpus.meta import (
@@ -29,7 +31,7 @@ from slipstream.corpus.meta import (
     write_meta,
 )
 from slipstream.errors import CorpusError
-from slipstream.records import BoolArray, Document, Int32Array, Int64Array
+from slipstream.records import BoolArray, Document, Int32Array
 
 if TYPE_CHECKING:
     from datasets import Features
@@ -213,6 +215,38 @@ def write_store(folder: str | Path, documents: Iterable[Mapping[str, Any]], meta
         return writer.finish(meta)
 
 
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """Documents in mapped memory, read through NumPy: scalars of Arrow cost twice as much.
+
+    Row r has the tokens `starts[r] … starts[r + 1]` of `token_ids`, and so many bits of `mask_bits` from `first_bit` on.
+    """
+
+    starts: Int32Array
+    token_ids: Int32Array
+    mask_bits: npt.NDArray[np.uint8]
+    first_bit: int
+
+    @classmethod
+    def over(cls, token_ids: Any, loss_mask: Any) -> _Chunk:
+        """Over two list arrays of Arrow of one layout."""
+        starts, masks = token_ids.offsets.to_numpy(), loss_mask.offsets.to_numpy()
+        bits = loss_mask.values.buffers()[1]
+        return cls(
+            starts=starts,
+            token_ids=token_ids.values.to_numpy(),
+            mask_bits=np.frombuffer(bits, dtype=np.uint8) if bits is not None else np.zeros(0, dtype=np.uint8),
+            first_bit=loss_mask.values.offset + int(masks[0] - starts[0]),
+        )
+
+    def document(self, row: int) -> tuple[Int32Array, BoolArray]:
+        """Token ids and loss mask of a row."""
+        start, stop = int(self.starts[row]), int(self.starts[row + 1])
+        byte, bit = divmod(self.first_bit + start, 8)
+        bits = np.unpackbits(self.mask_bits[byte : (self.first_bit + stop + 7) // 8], bitorder="little")
+        return self.token_ids[start:stop], bits[bit : bit + stop - start].view(np.bool_)
+
+
 class CorpusStore:
     """An opened corpus; documents are read from memory-mapped Arrow. Safe to open from any number of processes."""
 
@@ -222,10 +256,10 @@ class CorpusStore:
         self.folder, self.meta = folder, meta
         # Mapped even when small, so that every process of a run shares one copy.
         columns = load_from_disk(str(folder), keep_in_memory=False).data
-        self._token_ids = columns.column("token_ids").chunks
-        self._loss_mask = columns.column("loss_mask").chunks
+        chunks = zip(columns.column("token_ids").chunks, columns.column("loss_mask").chunks, strict=True)
+        self._chunks = [_Chunk.over(token_ids, loss_mask) for token_ids, loss_mask in chunks]
         self._places = [columns.column("source"), columns.column("line"), columns.column("remarks")]
-        self._ends: Int64Array = np.cumsum([len(chunk) for chunk in self._token_ids], dtype=np.int64)
+        self._ends = np.cumsum([len(chunk.starts) - 1 for chunk in self._chunks]).tolist()
         self.num_tokens: Int32Array = columns.column("num_tokens").to_numpy()
         self.num_anchors: Int32Array = columns.column("num_anchors").to_numpy()
         self.num_supervised: Int32Array = columns.column("num_supervised").to_numpy()
@@ -245,10 +279,9 @@ class CorpusStore:
     def document(self, document_id: int) -> Document:
         """One document: ids int32 `[L]`, loss mask bool `[L]`."""
         assert 0 <= document_id < self.num_documents, f"no document {document_id} among {self.num_documents}"
-        chunk = int(np.searchsorted(self._ends, document_id, side="right"))
-        row = document_id - int(self._ends[chunk]) + len(self._token_ids[chunk])
-        token_ids: Int32Array = self._token_ids[chunk][row].values.to_numpy()
-        loss_mask: BoolArray = self._loss_mask[chunk][row].values.to_numpy(zero_copy_only=False)
+        number = bisect_right(self._ends, document_id)
+        chunk, before = self._chunks[number], self._ends[number - 1] if number else 0
+        token_ids, loss_mask = chunk.document(document_id - before)
         return Document(document_id=document_id, token_ids=token_ids, loss_mask=loss_mask)
 
     def origin(self, document_id: int) -> tuple[str, int, tuple[str, ...]]:

@@ -26,17 +26,21 @@ def make_block_batch(*, pack: Pack, use: Use, block_size: int, mask_token_id: in
     anchors = np.where(valid, use.anchors, 0).astype(np.int64)
     document = np.searchsorted(pack.starts, anchors, side="right") - 1
     starts = np.where(valid, pack.starts[document], 0).astype(np.int64)
-    ends = pack.starts[np.minimum(document + 1, len(pack.starts) - 1)].astype(np.int64)
-    offsets = np.arange(block_size, dtype=np.int64)
-    rows = np.minimum(anchors[:, None] + offsets, pack.capacity_tokens - 1)
-    supervised = _supervised(pack=pack, rows=rows, ends=ends, anchors=anchors, valid=valid)
-    assert np.array_equal(supervised.sum(axis=0), use.supervised_per_slot), (
+    slots = _supervised_slots(pack=pack, anchors=anchors, valid=valid, block_size=block_size)
+    counts = [0, *(len(slots) - np.cumsum(np.bincount(slots, minlength=block_size))[:-1]).tolist()]
+    assert counts == use.supervised_per_slot.tolist(), (
         f"pack {pack.pack_id}, use {use.use_number}: the plan counted {use.supervised_per_slot.tolist()} supervised slots, "
-        f"the blocks have {supervised.sum(axis=0).tolist()}"
+        f"the blocks have {counts}"
     )
+    supervised = np.tri(block_size, dtype=np.bool_).take(slots, axis=0)
+    supervised[:, 0] = False
     tokens = np.full((len(anchors), block_size), mask_token_id, dtype=np.int64)
     tokens[:, 0] = np.where(valid, pack.token_ids[anchors], mask_token_id)
-    positions = np.where(valid, pack.position_ids[anchors], 0).astype(np.int64)[:, None] + offsets
+    positions = np.where(valid, pack.position_ids[anchors], 0).astype(np.int64)[:, None] + np.arange(block_size)
+    following = np.zeros(pack.capacity_tokens + block_size, dtype=np.int64)
+    following[: pack.capacity_tokens] = pack.token_ids
+    labels = np.lib.stride_tricks.sliding_window_view(following, block_size)[anchors]
+    np.multiply(labels, supervised, out=labels)
     real = np.flatnonzero(supervised)
     return BlockBatch(
         pack_id=pack.pack_id,
@@ -49,7 +53,7 @@ def make_block_batch(*, pack: Pack, use: Use, block_size: int, mask_token_id: in
         anchor_valid_N=torch.from_numpy(valid.copy()),
         block_token_ids_NB=torch.from_numpy(tokens),
         positions_NB=torch.from_numpy(positions),
-        labels_NB=torch.from_numpy(np.where(supervised, pack.token_ids[rows], 0).astype(np.int64)),
+        labels_NB=torch.from_numpy(labels),
         supervised_NB=torch.from_numpy(supervised),
         rows_M=torch.from_numpy(_padded(real, chunk_rows)),
         num_rows=len(real),
@@ -96,13 +100,15 @@ def embedding_rows(batch: BlockBatch, embedding_VD: torch.Tensor) -> tuple[Block
     return dataclasses.replace(batch, block_token_ids_NB=numbers_NB), rows_UD
 
 
-def _supervised(*, pack: Pack, rows: Int64Array, ends: Int64Array, anchors: Int64Array, valid: BoolArray) -> BoolArray:
-    offsets = np.arange(rows.shape[1], dtype=np.int64)
-    inside = pack.loss_mask[rows] & (anchors[:, None] + offsets < ends[:, None])
-    inside[:, 0] = valid
-    supervised: BoolArray = np.logical_and.accumulate(inside, axis=1)
-    supervised[:, 0] = False
-    return supervised
+def _supervised_slots(*, pack: Pack, anchors: Int64Array, valid: BoolArray, block_size: int) -> Int64Array:
+    """How many slots of each block are supervised, int64 `[N]`: the tokens between the anchor and the next unsupervised one."""
+    ends_block = np.ones(pack.capacity_tokens + 1, dtype=np.bool_)
+    np.logical_not(pack.loss_mask, out=ends_block[:-1])
+    ends_block[pack.starts] = True
+    ends = np.flatnonzero(ends_block)
+    ends = ends[np.searchsorted(ends, anchors + 1)]
+    slots: Int64Array = np.where(valid, np.minimum(ends - anchors - 1, block_size - 1), 0)
+    return slots
 
 
 def _padded(rows: Int64Array, chunk_rows: int) -> Int64Array:

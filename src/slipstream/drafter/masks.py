@@ -8,6 +8,8 @@ Shape letters: T context tokens · N anchors · B block size · Q = N * B slots.
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -58,23 +60,33 @@ def make_spans(
     A full layer sees all of the document before the anchor and the whole block. A sliding layer sees what is less than
     `window` tokens before the slot, itself counted, and nothing after the slot: the served, token-level window.
     """
-    slot = np.tile(np.arange(block_size, dtype=np.int32), len(anchors))
-    anchor = np.repeat(np.where(valid, anchors, 0), block_size)
-    start = np.repeat(np.where(valid, starts, 0), block_size)
-    block = context_tokens + np.repeat(np.arange(len(anchors), dtype=np.int32) * block_size, block_size)
-    lower, first, last = start, np.zeros_like(slot), np.full_like(slot, block_size - 1)
-    if kind == "sliding":
+    anchor = np.repeat(np.where(valid, anchors, 0).astype(np.int32), block_size)
+    lower = np.repeat(np.where(valid, starts, 0).astype(np.int32), block_size)
+    if kind == "full":
+        reach = None
+    else:
         assert window is not None, "a sliding layer needs a window"
-        lower = np.minimum(np.maximum(start, anchor + slot - window + 1), anchor)
-        first, last = np.maximum(slot - window + 1, 0), slot
+        reach = min(window, context_tokens + block_size) - 1
+        oldest = np.add.outer(anchor[::block_size], np.arange(-reach, block_size - reach, dtype=np.int32)).ravel()
+        lower = np.minimum(np.maximum(lower, oldest), anchor)
+    own_from, own_to = _own_spans(len(anchors), block_size, context_tokens, reach)
     return Spans(
         context_tokens=context_tokens,
         block_size=block_size,
-        context_from=lower.astype(np.int32),
-        context_to=anchor.astype(np.int32),
-        own_from=(block + first).astype(np.int32),
-        own_to=(block + last + 1).astype(np.int32),
+        context_from=lower,
+        context_to=anchor,
+        own_from=own_from,
+        own_to=own_to,
     )
+
+
+@functools.lru_cache(maxsize=8)
+def _own_spans(blocks: int, block_size: int, first_key: int, reach: int | None) -> tuple[Int32Array, Int32Array]:
+    """What slots see of their blocks, the same for every use: all of it, or so many slots back and nothing ahead."""
+    block = np.arange(first_key, first_key + blocks * block_size, block_size, dtype=np.int32)
+    last = np.full(block_size, block_size - 1, dtype=np.int32) if reach is None else np.arange(block_size, dtype=np.int32)
+    first = np.maximum(last - (block_size - 1 if reach is None else reach), 0)
+    return np.add.outer(block, first).ravel(), np.add.outer(block, last + 1).ravel()
 
 
 def dense_mask(
@@ -132,14 +144,20 @@ def tile_indices(spans: Spans) -> tuple[TileIndices, TileIndices]:
     """
     assert spans.context_tokens % TILE == 0, "flex attention needs T to be a multiple of 128"
     assert len(spans.own_to) % TILE == 0, "flex attention needs N * B to be a multiple of 128"
-    columns = (spans.context_tokens + len(spans.own_to)) // TILE
-    some = np.zeros((len(spans.own_to) // TILE, columns), dtype=bool)
-    every = np.zeros_like(some)
-    for begin, end in ((spans.context_from, spans.context_to), (spans.own_from, spans.own_to)):
-        some |= _touched(begin, end, columns)
-        every |= _covered(begin, end, columns)
-    partial = some & ~every
-    return _indices(partial=partial, full=every), _indices(partial=partial.T, full=every.T)
+    rows, columns = len(spans.own_to) // TILE, (spans.context_tokens + len(spans.own_to)) // TILE
+    # Slots of one block and one tile see from the first one's first key to the last one's last: none starts before the slot
+    # that it follows, none ends before it, and there is no gap. So a few slots stand for all.
+    size = math.gcd(spans.block_size, TILE)
+    begin, end = (spans.context_from, spans.own_from), (spans.context_to, spans.own_to)
+    first, last = slice(0, None, size), slice(size - 1, None, size)
+    partial = _touched(_at(begin, first), _at(end, last), rows=rows, columns=columns)
+    full = _covered(_at(begin, last), _at(end, first), rows=rows)
+    partial[:, : full.shape[1]] &= ~full
+    by_queries, by_keys = (
+        TileIndices(*_ordered(one, shape), *_ordered(two, shape))
+        for one, two, shape in ((partial, full, (rows, columns)), (partial.T, full.T, (columns, rows)))
+    )
+    return by_queries, by_keys
 
 
 def flex_block_mask(spans: Spans, *, device: torch.device | str = "cpu") -> BlockMask:
@@ -160,35 +178,46 @@ def _on(array: Int32Array, device: torch.device | str) -> torch.Tensor:
     return to_device(torch.from_numpy(array), device=device)
 
 
-def _touched(begin: Int32Array, end: Int32Array, columns: int) -> BoolArray:
-    """Tiles `[rows, columns]` in which some query of the row sees some key."""
-    rows = len(begin) // TILE
-    row = np.repeat(np.arange(rows), TILE)
-    seen = end > begin
-    entry = (row * (columns + 1) + begin // TILE)[seen]
-    leave = (row * (columns + 1) + (end - 1) // TILE + 1)[seen]
-    size = rows * (columns + 1)
-    steps = np.bincount(entry, minlength=size) - np.bincount(leave, minlength=size)
-    touched: BoolArray = np.cumsum(steps.reshape(rows, columns + 1), axis=1)[:, :columns] > 0
+def _at(spans: tuple[Int32Array, Int32Array], slots: slice) -> Int32Array:
+    return np.stack([span[slots] for span in spans])
+
+
+def _touched(begin: Int32Array, end: Int32Array, *, rows: int, columns: int) -> BoolArray:
+    """Tiles `[rows, columns]` in which some query of the row sees some key; intervals `[2, G]`, as many to each row."""
+    width = columns + 1
+    row = np.repeat(np.arange(0, rows * width, width), begin.shape[1] // rows)
+    entry = row + begin // TILE
+    leave = np.where(end > begin, row + (end - 1) // TILE + 1, entry)
+    steps = np.bincount(entry.ravel(), minlength=rows * width)
+    steps -= np.bincount(leave.ravel(), minlength=rows * width)
+    touched: BoolArray = (np.cumsum(steps, out=steps) > 0).reshape(rows, width)[:, :columns]
     return touched
 
 
-def _covered(begin: Int32Array, end: Int32Array, columns: int) -> BoolArray:
-    """Tiles `[rows, columns]` in which every query of the row sees every key."""
-    latest = begin.reshape(-1, TILE).max(axis=1)[:, None]
-    earliest = end.reshape(-1, TILE).min(axis=1)[:, None]
-    edges = np.arange(columns)[None] * TILE
-    covered: BoolArray = (latest <= edges) & (earliest >= edges + TILE)
+def _covered(begin: Int32Array, end: Int32Array, *, rows: int) -> BoolArray:
+    """Tiles `[rows, columns]` in which every query of the row sees every key, up to the last column that has one."""
+    first = -(-begin.reshape(2, rows, -1).max(axis=2, keepdims=True) // TILE)
+    stop = np.maximum(end.reshape(2, rows, -1).min(axis=2, keepdims=True) // TILE, 0)
+    column = np.arange(stop[stop > first].max(initial=0), dtype=np.int32)
+    context, own = (column >= first) & (column < stop)
+    covered: BoolArray = context | own
     return covered
 
 
-def _indices(*, partial: BoolArray, full: BoolArray) -> TileIndices:
-    def order(tiles: BoolArray) -> Int32Array:
-        return np.argsort(~tiles, axis=1, kind="stable").astype(np.int32)
+def _ordered(tiles: BoolArray, shape: tuple[int, int]) -> tuple[Int32Array, Int32Array]:
+    """How many tiles of each row are seen, and all columns, those first. Outside `tiles`, a corner of `shape`, none is seen."""
+    rows, columns = tiles.shape
+    numbers, order = np.zeros(shape[0], dtype=np.int32), _identity(*shape).copy()
+    both = np.empty((rows, 2, columns), dtype=np.bool_)  # each row, then what is not in it
+    both[:, 0] = tiles
+    np.logical_not(tiles, out=both[:, 1])
+    order[:rows, :columns] = _identity(2 * rows, columns).ravel().take(np.flatnonzero(both)).reshape(rows, columns)
+    numbers[:rows] = both[:, 0].sum(axis=1, dtype=np.int32)
+    return numbers, order
 
-    return TileIndices(
-        num_partial=partial.sum(axis=1).astype(np.int32),
-        partial=order(partial),
-        num_full=full.sum(axis=1).astype(np.int32),
-        full=order(full),
-    )
+
+@functools.lru_cache(maxsize=32)
+def _identity(rows: int, columns: int) -> Int32Array:
+    """0 to `columns - 1` in every row."""
+    identity: Int32Array = np.tile(np.arange(columns, dtype=np.int32), (rows, 1))
+    return identity

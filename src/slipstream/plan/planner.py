@@ -12,10 +12,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from slipstream.errors import PlanError
-from slipstream.plan.anchors import count_supervised, draw_segment, run_lengths, valid_anchors
+from slipstream.plan.anchors import count_supervised, draw_segments, run_lengths, valid_anchors
 from slipstream.plan.rows import make_pack
 from slipstream.plan.schedule import Schedule
-from slipstream.records import Document, Int32Array, Pack, Step, Use
+from slipstream.records import Document, Int64Array, Pack, Step, Use
+
+KEPT_STEPS = 4
+"""Packs of so many steps are kept: a step's anchors, its blocks and, in one process, the target want the same ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +41,26 @@ class Planner:
         self.schedule = schedule
         self._document = document
         self._reading = threading.Lock()
+        self._kept: dict[int, Pack] = {}
 
     def pack(self, pack_id: int) -> Pack:
         """The tokens of a pack; an empty pack is all padding. Raises `PlanError` if the corpus is not the planned one."""
+        with self._reading:
+            if pack_id not in self._kept:
+                made = self._make(pack_id)
+                if len(self._kept) >= KEPT_STEPS * self.schedule.num_columns:
+                    del self._kept[next(iter(self._kept))]  # the oldest
+                self._kept[pack_id] = made
+            return self._kept[pack_id]
+
+    def _make(self, pack_id: int) -> Pack:
         schedule = self.schedule
+        documents = [self._document(int(number)) for number in schedule.documents_of_pack(pack_id)]
+        found, planned = sum(len(item.token_ids) for item in documents), int(schedule.arrays.tokens_of_pack[pack_id])
+        if found != planned:
+            raise _other_corpus(f"the documents of pack {pack_id} have {found} tokens, the schedule planned {planned}")
         return make_pack(
-            documents=self._documents(pack_id),
+            documents=documents,
             pack_id=pack_id,
             epoch=int(schedule.epoch_of_pack[pack_id]),
             column=int(schedule.column_of_pack[pack_id]),
@@ -55,26 +72,30 @@ class Planner:
         """The anchors that a step trains on in a column. Raises `PlanError` if the corpus is not the planned one."""
         schedule, arrays = self.schedule, self.schedule.arrays
         pack_id, number = int(arrays.pack_of_use[step, column]), int(arrays.use_number[step, column])
-        begin = int(arrays.pack_starts[pack_id])
-        rows: list[Int32Array] = [np.zeros(0, dtype=np.int32)]
-        runs: list[Int32Array] = [np.zeros(0, dtype=np.int32)]
-        start = 0
-        for entry, document in enumerate(self._documents(pack_id), start=begin):
-            share = int(arrays.shares[entry])
-            chosen = self._draw(document, share=share, offset=int(arrays.offsets[entry]) + number * share)
-            rows.append(chosen + np.int32(start))
-            runs.append(run_lengths(document.loss_mask, anchors=chosen, block_size=schedule.block_size))
-            start += len(document.token_ids)
+        pack = self.pack(pack_id)
+        candidates = valid_anchors(pack.loss_mask, starts=pack.starts)
+        num_valid = np.diff(np.searchsorted(candidates, pack.starts))
+        entries = slice(int(arrays.pack_starts[pack_id]), int(arrays.pack_starts[pack_id + 1]))
+        shares = arrays.shares[entries].astype(np.int64)
+        _check_shares(shares, num_valid=num_valid, pack=pack)
+        segments = draw_segments(
+            seed=schedule.plan.seed,
+            document_ids=pack.document_ids,
+            num_valid=num_valid,
+            offsets=arrays.offsets[entries] + number * shares,
+            shares=shares,
+        )
+        chosen = candidates[segments]
+        runs = run_lengths(pack.loss_mask, anchors=chosen, block_size=schedule.block_size, starts=pack.starts)
         anchors = np.zeros(schedule.pack_anchors, dtype=np.int32)
-        valid = np.concatenate(rows)
-        anchors[: len(valid)] = valid
+        anchors[: len(chosen)] = chosen
         return Use(
             step=step,
             pack_id=pack_id,
             use_number=number,
             anchors=anchors,
-            anchor_valid=np.arange(len(anchors)) < len(valid),
-            supervised_per_slot=count_supervised(np.concatenate(runs), block_size=schedule.block_size),
+            anchor_valid=np.arange(len(anchors)) < len(chosen),
+            supervised_per_slot=count_supervised(runs, block_size=schedule.block_size),
             is_last=number == schedule.replays - 1,
         )
 
@@ -102,28 +123,13 @@ class Planner:
             for pack in [*schedule.live_packs(start_step), *later]
         ]
 
-    def _documents(self, pack_id: int) -> list[Document]:
-        with self._reading:
-            documents = [self._document(int(number)) for number in self.schedule.documents_of_pack(pack_id)]
-        found, planned = sum(len(item.token_ids) for item in documents), int(self.schedule.arrays.tokens_of_pack[pack_id])
-        if found != planned:
-            raise _other_corpus(f"the documents of pack {pack_id} have {found} tokens, the schedule planned {planned}")
-        return documents
 
-    def _draw(self, document: Document, *, share: int, offset: int) -> Int32Array:
-        valid = valid_anchors(document.loss_mask)
-        if share > len(valid):
-            raise _other_corpus(
-                f"document {document.document_id} has {len(valid)} valid anchors, the schedule takes {share} of them at once"
-            )
-        segment = draw_segment(
-            seed=self.schedule.plan.seed,
-            document_id=document.document_id,
-            num_valid=len(valid),
-            offset=offset,
-            share=share,
+def _check_shares(shares: Int64Array, *, num_valid: Int64Array, pack: Pack) -> None:
+    for place in np.flatnonzero(shares > num_valid)[:1]:
+        raise _other_corpus(
+            f"document {pack.document_ids[place]} has {num_valid[place]} valid anchors, "
+            f"the schedule takes {shares[place]} of them at once"
         )
-        return valid[segment]
 
 
 def _other_corpus(rule: str) -> PlanError:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -84,7 +85,7 @@ class StagedPlacing:
 
     def _stage(self, column: PreparedColumn, *, denominator: float) -> PreparedColumn:
         # as on a CPU, where the backward of a division divides in fp32; on CUDA that may round otherwise
-        seed = float(torch.ones(()) / denominator)
+        seed = float(np.float32(1) / np.float32(denominator))
         arrays = self._arrays(column.batch, numbers=(seed, column.context_tokens, column.unique_tokens))
         return dataclasses.replace(column, staged=self._ring.stage(arrays))
 
@@ -127,7 +128,7 @@ class StagedPlacing:
         if self._is_remote:
             batch, rows[EMBEDDING] = embedding_rows(batch, self._embedding_VD)
         fields = {name: getattr(batch, name) for name in _tensor_fields(batch)}
-        return {**fields, **masks, **rows, NUMBERS: torch.tensor(numbers, dtype=torch.float32)}
+        return {**fields, **masks, **rows, NUMBERS: torch.from_numpy(np.array(numbers, dtype=np.float32))}
 
 
 def _tensor_fields(batch: BlockBatch) -> list[str]:
