@@ -277,9 +277,7 @@ def test_two_ranks_on_one_gpu(ground: Path, monkeypatch: pytest.MonkeyPatch) -> 
     two = {"placement__drafter_ranks": 2, "plan__packs_per_step": 2}
     error = refusal(ground, **two, placement__mode="colocated", placement__drafter_gpus=[1, 1])
     assert_says(error, key="placement.drafter_ranks", value=2, rule="puts 2 ranks on GPU 1")
-    preflight(recipe_of(ground, **two, placement__mode="colocated"))
     preflight(recipe_of(ground, **two, placement__mode="split", placement__target_gpus=[0], placement__drafter_gpus=[0, 1]))
-    preflight(recipe_of(ground, **two, placement__mode="split", placement__target_workers=2))
 
 
 def test_float8_where_it_cannot_be_multiplied(ground: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from slipstream.device.threads import thread_environment
 from slipstream.errors import PeerDied, TransportClosed, TransportError
 from slipstream.transport.connections import connection_pair, shut_down
 from slipstream.transport.ledger import Assignment, PackOrder
-from slipstream.transport.messages import Acquire, Closed, Published, Ready
+from slipstream.transport.messages import Acquire, Published, Ready
 from slipstream.transport.shared import Broker, SharedSink, SharedSource
 from slipstream.transport.slots import SlotPool
 
@@ -180,36 +180,6 @@ def test_the_other_ranks_learn_which_rank_died(hosts: list[Host]) -> None:
         sources[0].take(2)
     assert torch.equal(sources[0].take(0).hidden_TKD, states_of(0)[0])  # what is there can still be used to end a step
     assert host.broker.stats().lost == ("drafter-1",)
-
-
-def test_a_consumer_that_does_not_read_holds_up_nobody_and_is_told_everything_later(hosts: list[Host]) -> None:
-    """More packs are published than messages fit into a connection: as while a drafter compiles, with many slots."""
-    many = 600
-    order = [PackOrder(pack_id=i, rank=i % 2, slot=i // 2) for i in range(2 * many)]
-    hosts.append(host := Host(order, num_slots=many, num_ranks=2))
-    ours, theirs = connection_pair()
-    host.broker.attach_consumer("drafter-0", 0, ours)
-    quick = host.source(rank=1)
-    sink = host.sink("target-0")
-    done = threading.Event()
-
-    def produce() -> None:
-        while not done.is_set() and (assignment := sink.acquire()) is not None:
-            sink.publish(assignment)
-            if assignment.pack_id == 2 * many - 1:
-                return
-
-    thread = threading.Thread(target=produce, daemon=True)
-    thread.start()
-    thread.join(WAIT_SECONDS)
-    assert not thread.is_alive(), "the broker waits for a consumer to read"
-    assert host.broker.depths()[1].issued in (0, 1)
-    assert quick.take(2 * many - 1).generation == 0
-    heard = [theirs.recv().assignment.pack_id for _ in range(many)]
-    assert heard == list(range(0, 2 * many, 2))
-    host.broker.close(reason="enough")
-    assert theirs.recv() == Closed(reason="enough")
-    theirs.close()
 
 
 def test_a_broker_that_fails_tells_everybody(hosts: list[Host]) -> None:

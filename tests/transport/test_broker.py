@@ -1,0 +1,65 @@
+"""The broker's connections: it sends more than they hold, and waits for nobody to read."""
+
+from __future__ import annotations
+
+import threading
+from multiprocessing.connection import Connection
+
+from slipstream.transport.broker import Broker
+from slipstream.transport.connections import connection_pair
+from slipstream.transport.ledger import PackOrder
+from slipstream.transport.messages import Closed
+from slipstream.transport.shared import SharedSink
+
+MANY = 600
+"""Packs of a rank: more than messages fit into a connection."""
+
+
+class NoPool:
+    """Slots that nobody looks into."""
+
+    def seal(self, slot: int, pack_id: int, generation: int) -> int:
+        return 2**63 + pack_id
+
+    def close(self) -> None:
+        pass
+
+
+def attached(broker: Broker, rank: int) -> Connection:
+    ours, theirs = connection_pair()
+    broker.attach_consumer(f"drafter-{rank}", rank, ours)
+    return theirs
+
+
+def test_a_consumer_that_does_not_read_holds_up_nobody_and_is_told_everything_later() -> None:
+    """As while a drafter compiles, with many slots, and targets fill them."""
+    broker = Broker(order=[PackOrder(pack_id=i, rank=i % 2, slot=i // 2) for i in range(2 * MANY)], slot_bytes=1)
+    broker.start()
+    slow, quick = (attached(broker, rank) for rank in range(2))
+    ours, theirs = connection_pair()
+    broker.attach_producer("target-0", ours)
+    sink = SharedSink(connection=theirs, pools=[NoPool(), NoPool()], fingerprint="f" * 64)  # type: ignore[list-item]
+    heard: list[int] = []
+
+    def produce() -> None:
+        for _ in range(2 * MANY):
+            assignment = sink.acquire()
+            assert assignment is not None
+            sink.publish(assignment)
+
+    def read() -> None:
+        heard.extend(quick.recv().assignment.pack_id for _ in range(MANY))
+
+    threads = [threading.Thread(target=work, daemon=True) for work in (produce, read)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive(), "the broker waits for a consumer to read"
+    assert heard == list(range(1, 2 * MANY, 2))
+    assert [slow.recv().assignment.pack_id for _ in range(MANY)] == list(range(0, 2 * MANY, 2))
+    broker.close(reason="enough")
+    assert slow.recv() == quick.recv() == Closed(reason="enough")
+    sink.close()
+    for connection in (slow, quick):
+        connection.close()
