@@ -8,7 +8,6 @@ use, on a stream beside: a slot that changed between two uses is found, and its 
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -19,11 +18,10 @@ import torch
 
 from slipstream.device.completer import Background, Threads
 from slipstream.device.streams import Event, Streams
-from slipstream.errors import TransportClosed, TransportError
 from slipstream.records import HiddenPack
-from slipstream.transport.ends import SourceStats
-from slipstream.transport.ledger import Assignment, PackOrder, QueueDepth
+from slipstream.transport.ledger import Assignment, PackOrder
 from slipstream.transport.local_link import LocalLink
+from slipstream.transport.making import MakingSource
 from slipstream.transport.operations import DeviceSlot, Operations
 from slipstream.transport.planned import PlannedUse, without_repeats
 from slipstream.transport.seals import make_seal
@@ -60,7 +58,7 @@ class _Look:
     stage: _Stage = _Stage.WANTED
 
 
-class DeviceInline:
+class DeviceInline(MakingSource):
     """A `HiddenSource` whose packs are made here by `produce(assignment, slot)`, on the calling thread's stream.
 
     `order` holds this process's packs, `uses` the order in which they are taken; `berths[i]` is slot i of the order. Packs
@@ -84,12 +82,10 @@ class DeviceInline:
         ahead: int = 1,
     ) -> None:
         background = background or Threads(streams)
-        self._produce, self._berths, self._ahead = produce, berths, ahead
+        link = LocalLink(order=order, slot_bytes=slot_bytes, fingerprint=fingerprint, max_rejections=max_rejections)
+        super().__init__(produce=produce, link=link, background=background)
+        self._berths, self._ahead = berths, ahead
         self._streams, self._operations = streams, operations
-        self._changed = background.condition()
-        self._failure: Exception | None = None
-        self._closed = False
-        self._link = LocalLink(order=order, slot_bytes=slot_bytes, fingerprint=fingerprint, max_rejections=max_rejections)
         self._uses = without_repeats(uses)
         self._coming: deque[_Look] = deque()
         self._visit: _Look | None = None
@@ -98,38 +94,11 @@ class DeviceInline:
         self._checking = streams.side("seal-check")
         self._completer = background.completer("seal-check", failed=self._fail)
 
-    def take(self, pack_id: int) -> HiddenPack:
-        """The pack in its slot, made now if it was not before, and the one behind it. Contract: `HiddenSource.take`."""
-        started = time.perf_counter()
-        try:
-            while True:
-                with self._changed:
-                    whole = self._advance(pack_id)
-                    assignment = self._next()
-                    if assignment is None:
-                        if whole:
-                            return self._record(pack_id)
-                        self._wait(pack_id)
-                        continue
-                self._make(assignment)
-        finally:
-            self._link.shelf.waiting_seconds += time.perf_counter() - started
-
     def release(self, pack_id: int) -> None:
         """The last use was given to the device: what is written into the slot next comes after it on the same stream."""
         with self._changed:
             self._taken = None
             self._link.release(pack_id)
-
-    def stats(self) -> SourceStats:
-        """So far; waiting is the time in which packs were launched and awaited."""
-        with self._changed:
-            return self._link.shelf.stats()
-
-    def depths(self) -> dict[int, QueueDepth]:
-        """The queue between target and drafter, now. From any thread."""
-        with self._changed:
-            return self._link.depths()
 
     def close(self) -> None:
         """Nothing more will be taken. May be called twice."""
@@ -138,26 +107,22 @@ class DeviceInline:
             self._changed.notify_all()
         self._completer.close()
 
-    def _advance(self, pack_id: int) -> bool:
+    def _found(self, pack_id: int) -> HiddenPack | None:
         """Make the pack the one that is taken, if it is whole; start what checks can be started on the way."""
-        if self._closed:
-            raise TransportClosed("the transport of this process is closed")
         if self._taken is not None and self._taken.use.pack_id == pack_id:
-            return True
+            return self._record(pack_id)
         self._taken = None
         self._pump()
         look = self._look_for(pack_id)
         if look.stage is not _Stage.WHOLE:
-            if self._failure is not None:
-                raise self._failure
-            return False
+            return None
         self._taken = look
         if look is self._visit:
             self._visit = None
         else:
             self._coming.popleft()
             self._pump()
-        return True
+        return self._record(pack_id)
 
     def _look_for(self, pack_id: int) -> _Look:
         if self._coming and self._coming[0].use.pack_id == pack_id:
@@ -190,21 +155,21 @@ class DeviceInline:
                     self._check(berth)
                 self._submit(berth, partial(self._checked, look))
 
-    def _next(self) -> Assignment | None:
-        """The pack to make now: while any is missing, the next of the order, if its slot is free."""
-        ids = (look.use.pack_id for look in self._live())
-        missing = any(self._link.ready(pack_id) is None and pack_id not in self._link.in_flight for pack_id in ids)
-        return self._link.issue() if missing else None
+    def _missing(self) -> Iterable[int]:
+        return [look.use.pack_id for look in self._live() if self._link.ready(look.use.pack_id) is None]
 
-    def _make(self, assignment: Assignment) -> None:
-        berth = self._berths[assignment.slot]
-        try:
-            self._produce(assignment, berth.slot)
-        except BaseException:
-            with self._changed:
-                self._link.give_up(assignment)  # a caller that catches it and takes again gets the pack issued again
-            raise
-        producing = self._streams.current()
+    @property
+    def _is_checking(self) -> bool:
+        return any(look.stage is _Stage.CHECKING for look in self._live())
+
+    def _begin(self, assignment: Assignment) -> DeviceSlot:
+        return self._berths[assignment.slot].slot
+
+    def _cancel(self, assignment: Assignment) -> None:
+        """Its slot is written again when it is issued again."""
+
+    def _seal(self, assignment: Assignment) -> None:
+        berth, producing = self._berths[assignment.slot], self._streams.current()
         self._operations.add_up(berth.slot, parts_P=berth.slot.parts_P)
         self._streams.order(after=self._checking, before=producing, event=berth.packed)
         with self._streams.within(self._checking):
@@ -223,9 +188,9 @@ class DeviceInline:
     def _made(self, assignment: Assignment) -> None:
         with self._changed:
             berth = self._berths[assignment.slot]
-            seal = self._seal(berth.sealed_P, assignment)
+            seal = self._read(berth.sealed_P, assignment)
             self._link.publish(assignment, seal=seal)
-            if self._seal(berth.found_P, assignment) == seal:
+            if self._read(berth.found_P, assignment) == seal:
                 self._fresh.add(assignment.pack_id)
             else:
                 self._link.refuse(assignment.pack_id)
@@ -237,7 +202,7 @@ class DeviceInline:
             ready = self._link.ready(look.use.pack_id)
             assert ready is not None
             whose = ready.assignment
-            self._settle(look, whole=self._seal(self._berths[whose.slot].found_P, whose) == ready.seal)
+            self._settle(look, whole=self._read(self._berths[whose.slot].found_P, whose) == ready.seal)
             self._changed.notify_all()
 
     def _settle(self, look: _Look, *, whole: bool) -> None:
@@ -248,26 +213,15 @@ class DeviceInline:
             look.stage = _Stage.WANTED
             self._link.refuse(look.use.pack_id)
 
-    def _seal(self, parts_P: torch.Tensor, whose: Assignment) -> int:
+    def _read(self, parts_P: torch.Tensor, whose: Assignment) -> int:
         total = self._operations.read(parts_P)
         return make_seal(total=total, pack_id=whose.pack_id, slot=whose.slot, generation=whose.generation)
 
     def _live(self) -> list[_Look]:
         return [*self._coming, *([self._visit] if self._visit is not None else [])]
 
-    def _wait(self, pack_id: int) -> None:
-        """Sleep until a check has landed. TransportError if nothing is on its way that could bring the pack."""
-        if not (self._link.in_flight or any(look.stage is _Stage.CHECKING for look in self._live())):
-            raise TransportError(f"pack {pack_id} cannot come: it is not in the rest of the order, or its slot is still held")
-        self._changed.wait()
-
     def _record(self, pack_id: int) -> HiddenPack:
         ready = self._link.ready(pack_id)
         assert ready is not None
         slot = self._berths[ready.assignment.slot].slot
         return hidden_pack(ready, hidden_TKD=slot.hidden_TKD, scale_TK=slot.scale_TK, last_hidden_TD=slot.last_hidden_TD)
-
-    def _fail(self, error: Exception) -> None:
-        with self._changed:
-            self._failure = error
-            self._changed.notify_all()
