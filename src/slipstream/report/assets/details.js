@@ -148,9 +148,11 @@ function recipeSection(model) {
 function environmentSection(model) {
   const { environment, process } = model.fixed;
   const plain = (value) => (Array.isArray(value) ? value.join(" ") : value !== null && typeof value === "object" ? Object.entries(value).map(([name, part]) => `${name} ${plain(part)}`).join(", ") : String(value ?? "–"));
+  const told = ([name, value]) => (name.endsWith("_bytes") ? formatBytes(value) : plain(value));
+  const facts = [["", ([name]) => name.replace(/_bytes$/, "").replaceAll("_", " ")], ["", told, { class: "wrap" }]];
   const starts = environment.map((start, index) => element("div", {},
     element("h3", {}, environment.length > 1 ? `Start ${index + 1}` : "Start"),
-    table(Object.entries(start), [["", ([name]) => name.replaceAll("_", " ")], ["", ([, value]) => plain(value), { class: "wrap" }]])));
-  if (process) starts.push(element("div", {}, element("h3", {}, "Process"), table(Object.entries(process), [["", ([name]) => name.replaceAll("_", " ")], ["", ([, value]) => plain(value), { class: "wrap" }]])));
+    table(Object.entries(start), facts)));
+  if (process) starts.push(element("div", {}, element("h3", {}, "Process"), table(Object.entries(process), facts)));
   return starts.length ? section("environment", "Environment, code and command", element("div", { class: "columns" }, starts.reverse())) : null;
 }
