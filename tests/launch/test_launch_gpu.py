@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from launch_material import MASK_TOKEN, tiny_recipe
 from safetensors.torch import load_file
 
+from slipstream.errors import WorkerFailed
 from slipstream.launch import local
 from slipstream.launch.local import RunResult, train_run
 from slipstream.launch.preflight import preflight
@@ -159,3 +161,24 @@ def test_a_target_and_a_drafter_on_a_gpu_each(larger: dict[str, str], tmp_path: 
     result = train(larger, tmp_path, name="one-and-one", placement__mode="split")
     assert_same_training(result, alone)
     assert lines(result, "late_work") == []
+
+
+@needs_two
+def test_a_rank_that_fails_ends_the_run_while_the_other_waits_for_it(
+    larger: dict[str, str], tmp_path: Path, children: list[Child]
+) -> None:
+    """Rank 0 cannot write its checkpoint; rank 1 waits in NCCL for its gradients, which never come."""
+    two = {"placement__mode": "colocated", "placement__drafter_ranks": 2, "checkpoint__every_steps": 9}
+    checkpoints, failed = tmp_path / "fails" / "checkpoints", []
+
+    def on_report(worker: str, kind: str, payload: Any) -> None:
+        if kind == "record" and payload["kind"] == "train" and payload["step"] == KILLED_AT - 4:
+            checkpoints.rename(tmp_path / "elsewhere")
+            checkpoints.touch()
+        elif kind == "failed":
+            failed.append(time.monotonic())
+
+    with pytest.raises(WorkerFailed, match=r"^worker-0 \(exit code 2\)"):
+        train(larger, tmp_path, name="fails", on_report=on_report, **two)
+    assert time.monotonic() - failed[0] < 30, "nobody waits for a collective to time out"
+    assert not any(child.alive for child in children)
