@@ -98,10 +98,11 @@ def check_shares(folder: RunFolder, *, steps: list[int]) -> None:
     for worker in ("worker-0", "worker-1"):
         spans = lines_of(folder.spans / f"{worker}.jsonl")[1:]
         assert sorted({span[5] for span in spans if span[1] == "validate"}) == steps
-        captured.append([span[4] - first for span in spans if span[1] == "target" and span[4] >= first])
+        captured.append({span[4] - first for span in spans if span[1] == "target" and span[4] >= first})
         assert lines_of(folder.accounts / f"{worker}.jsonl")[-1]["states"]["validate"] > 0
-    assert len(captured[0]) >= len(captured[1]) > 0
-    assert captured == [list(range(rank, sum(map(len, captured)), 2)) for rank in (0, 1)]
+    count = len(captured[0]) + len(captured[1])
+    assert count > 1
+    assert captured == [set(range(rank, count, 2)) for rank in (0, 1)]
 
 
 def test_a_stop_at_a_validation_and_resume_change_no_line(make_recipe: Callable[..., Recipe], alone: RunFolder) -> None:
