@@ -13,8 +13,11 @@ install: $(INSTALLED)
 demo: $(INSTALLED)
 	@$(BIN)/slipstream demo
 
+# A file at a time in each process; tests/conftest.py says what they share, and which begin first.
+SIDE_BY_SIDE := --dist loadfile --no-loadscope-reorder
+
 test: $(INSTALLED)
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest -n 2 $(SIDE_BY_SIDE)
 
 check: $(INSTALLED)
 	@$(BIN)/ruff check .
@@ -36,8 +39,8 @@ bench: $(INSTALLED)
 test-slow: $(INSTALLED)
 	@$(BIN)/python -m pytest -m slow
 
-# Needs a CUDA device. Four processes beside each other, a file at a time in each; tests/conftest.py says what they share.
-GPU_RUN := -m gpu -n 4 --dist loadfile --no-loadscope-reorder --timeout 240
+# Needs a CUDA device.
+GPU_RUN := -m gpu -n 4 $(SIDE_BY_SIDE) --timeout 240
 GPU_FILES = $(shell grep -rlE 'mark\.gpu' tests --include='test_*.py' | sort)
 
 test-gpu: $(INSTALLED)

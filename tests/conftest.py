@@ -1,4 +1,7 @@
-"""GPU tests in one run: what its processes share, which files begin first, and that one failed test does not fail the next."""
+"""Tests by several processes: threads of each, what they share, which files begin first.
+
+On a GPU also: that one failed test does not fail the next.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,22 @@ import pytest
 
 from slipstream.launch.kernel_cache import cache_settings
 
-LONGEST_FIRST = (
+THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+BEGIN = (
+    "test_launch_verdict.py",  # times sleeping processes, beside the next, which is one process
+    "test_decode.py",
+    "test_launch_laws.py",
+    "test_demo_run.py",
+    "test_acceptance.py",
+    "test_trainer_recorded.py",
+    "test_launch_random_target.py",
+    "test_event_order.py",
+    "test_launch_served_answers.py",
+    "test_launch_float8.py",
+    "test_launch_sight.py",
+)
+"""Files of CPU tests that begin first, or the end would be one process alone with a long one."""
+BEGIN_ON_GPU = (
     "test_target_engine_gpu.py",
     "test_trainer_gpu.py",
     "test_trainer_recorded_gpu.py",
@@ -24,11 +42,14 @@ LONGEST_FIRST = (
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Before torch is there: compiled kernels in one place for all processes and their children, cores shared out.
+    """Before torch is there: how many threads it takes; processes of pytest-xdist and their children inherit it.
 
-    Several processes, since most of the time goes into compiling, on the CPU; they inherit what is set by the first.
+    Without a GPU one thread, as matrices are tiny: a second one doubles the CPU time and wins nothing. On a GPU several
+    processes share the cores out, since most of the time goes into compiling, and keep compiled kernels in one place.
     """
     if config.getoption("markexpr") != "gpu":
+        for name in THREADS:
+            os.environ.setdefault(name, "1")
         return
     cores = str(max(1, len(os.sched_getaffinity(0)) // (config.getoption("numprocesses", None) or 1)))
     for name in ("OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS"):
@@ -39,11 +60,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A file of GPU tests is the work of one process; the longest begin first."""
-    rank = {name: place for place, name in enumerate(LONGEST_FIRST)}
+    """A file is the work of one process; the longest begin first."""
+    ranks = [{name: place for place, name in enumerate(names)} for names in (BEGIN, BEGIN_ON_GPU)]
 
     def place(item: pytest.Item) -> int:
-        return rank.get(item.path.name, len(rank)) if item.get_closest_marker("gpu") else len(rank)
+        rank = ranks[item.get_closest_marker("gpu") is not None]
+        return rank.get(item.path.name, len(rank))
 
     items.sort(key=place)
 

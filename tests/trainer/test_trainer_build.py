@@ -90,12 +90,12 @@ def test_the_time_of_a_fit_is_split(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     seconds = run.fit().seconds
     wall = time.perf_counter() - began
     assert len(run.validated) == 2  # before the first step, and after the last
-    assert 0.2 <= seconds.validate < 0.3
-    assert seconds.warm_up < 0.1  # nothing compiles on a CPU; the first measurement is not counted
-    assert seconds.warm_up + seconds.train + seconds.validate == pytest.approx(wall, abs=0.1)
+    assert 0.6 <= seconds.validate < 0.9
+    assert seconds.warm_up < 0.3  # nothing compiles on a CPU; the first measurement is not counted
+    assert seconds.warm_up + seconds.train + seconds.validate == pytest.approx(wall, abs=0.2)
 
 
 class _SlowList(list):
     def append(self, step: int) -> None:
-        time.sleep(0.1)
+        time.sleep(0.3)
         super().append(step)
