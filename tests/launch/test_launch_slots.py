@@ -10,6 +10,7 @@ from launch_material import tiny_recipe
 from safetensors.torch import load_file
 
 from slipstream.config import dump_recipe, read_target_info, resolve_drafter
+from slipstream.launch.new_drafter import NewDrafter
 from slipstream.launch.planning import open_run_plan, slot_layout, write_schedule
 from slipstream.launch.training import train_drafter
 from slipstream.observe import Account
@@ -56,23 +57,26 @@ def trained(material: dict[str, str], runs: Path, *, fill: float, packing: str) 
         target.capture(plan.pack(assignment.pack_id), hidden_TKD=pool.hidden(assignment.slot))
 
     listener = Listener()
-    train_drafter(
-        job={
-            "name": "worker-0",
-            "rank": 0,
-            "role": "colocated",
-            "folder": str(folder.root),
-            "device": "cpu",
-            "checkpoint": None,
-        },
-        control=listener,  # type: ignore[arg-type]
-        account=Account("worker-0"),
-        recipe=recipe,
-        info=info,
-        shape=shape,
-        plan=plan,
-        source=InlineTransport(plan.orders(), pool, produce, fingerprint=target.fingerprint),
-    )
+    job = {
+        "name": "worker-0",
+        "rank": 0,
+        "role": "colocated",
+        "folder": str(folder.root),
+        "device": "cpu",
+        "checkpoint": None,
+    }
+    with NewDrafter(job=job, recipe=recipe, shape=shape) as new:
+        train_drafter(
+            job=job,
+            control=listener,  # type: ignore[arg-type]
+            account=Account("worker-0"),
+            recipe=recipe,
+            info=info,
+            shape=shape,
+            plan=plan,
+            source=InlineTransport(plan.orders(), pool, produce, fingerprint=target.fingerprint),
+            new=new,
+        )
     assert not any(line.get("skipped") for line in listener.lines)
     newest = latest(folder.checkpoints)
     assert newest is not None

@@ -159,7 +159,7 @@ def _drafter(source: DrafterSource, *, device: str) -> DFlashDrafter:
 
     from slipstream.drafter import build_drafter
 
-    drafter = build_drafter(shape=source.shape, dtype="float32", device=device, seed=0, attention="sdpa")
+    drafter = build_drafter(shape=source.shape, dtype="float32", device=device, seed=None, attention="sdpa")
     exported = source.target_fingerprint is None
     state = {key: (value if exported else value.to(torch.bfloat16)).float() for key, value in source.state.items()}
     drafter.load_state_dict(state)

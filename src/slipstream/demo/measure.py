@@ -38,7 +38,7 @@ def measure_export(
         max_prompt_tokens=info.max_position_embeddings - max_new_tokens,
     )
     shape, state = read_dflash(folder)
-    drafter = build_drafter(shape=shape, dtype="float32", device="cpu", seed=0, attention="sdpa")
+    drafter = build_drafter(shape=shape, dtype="float32", device="cpu", seed=None, attention="sdpa")
     drafter.load_state_dict({name: tensor.float() for name, tensor in state.items()})
     total, done = len(prompt_set.prompts), 0
 

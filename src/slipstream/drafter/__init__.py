@@ -20,16 +20,19 @@ FAMILIES: Mapping[str, Callable[..., DFlashDrafter]] = {"dflash": DFlashDrafter}
 
 
 def build_drafter(
-    *, shape: DrafterShape, dtype: str, device: str, seed: int, attention: str, family: str = "dflash"
+    *, shape: DrafterShape, dtype: str, device: str, seed: int | None, attention: str, family: str = "dflash"
 ) -> DFlashDrafter:
     """A new drafter with weights from a seed, the same on every device. `dtype` is "bfloat16" or "float32".
 
+    Without a seed its weights are left for the caller to load, and are anything until then: drawing takes seconds if they are
+    many.
     `attention` is "auto" (flex on CUDA, SDPA on CPU), "sdpa" or "flex".
     """
     forbid_plans_by_shape(device)
     types = {"bfloat16": torch.bfloat16, "float32": torch.float32}
     drafter = FAMILIES[family](shape=shape, dtype=types[dtype], device=torch.device(device), attention=attention)
-    drafter.initialise(seed=seed)
+    if seed is not None:
+        drafter.initialise(seed=seed)
     return drafter
 
 

@@ -8,7 +8,7 @@ Shape letters: T context tokens · N anchors · B block size · Q = N * B · K t
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 import numpy as np
@@ -21,6 +21,7 @@ from slipstream.config.recipe import LayerType
 from slipstream.drafter.attention import SdpaAttention, choose_attention
 from slipstream.drafter.decode import DraftContext
 from slipstream.drafter.fused import BlockRows, fused_context, fused_layers, fused_norm
+from slipstream.drafter.initial import draw_weights
 from slipstream.drafter.layers import DecoderLayer, Linear, RMSNorm, Rope, rope_tables
 from slipstream.drafter.masks import IntArray, Spans, make_spans
 from slipstream.records import BlockBatch, BoolArray
@@ -54,13 +55,12 @@ class DFlashDrafter(nn.Module):
 
     def initialise(self, *, seed: int) -> None:
         """Fill matrices with normal(0, `initializer_range`) and norms with ones: the same values on every device."""
-        generator = torch.Generator().manual_seed(seed)
-        with torch.no_grad():
-            for weight in self.parameters():
-                if weight.dim() == 1:
-                    weight.fill_(1.0)
-                else:
-                    weight.copy_(torch.randn(weight.shape, generator=generator) * self.shape.initializer_range)
+        for _ in self.drawing(seed=seed):
+            pass
+
+    def drawing(self, *, seed: int) -> Iterator[None]:
+        """`initialise` in small parts, for a thread that may have to end early."""
+        return draw_weights(self.parameters(), seed=seed, std=self.shape.initializer_range)
 
     def make_masks(self, batch: BlockBatch) -> Masks:
         """Masks of a batch for all layers. From a batch on the CPU this waits for nothing; from one on CUDA, for the GPU."""

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from slipstream.config import DrafterShape, Recipe, TargetInfo
-from slipstream.drafter import DFlashDrafter, build_drafter
+from slipstream.drafter import DFlashDrafter
 from slipstream.evaluate.acceptance import simulate_pack
 from slipstream.evaluate.summary import count_path, num_counts, summarise_counts
 from slipstream.export.warm_start import read_warm_start
 from slipstream.launch.borrowed import borrowed_ends
 from slipstream.launch.child import Control
+from slipstream.launch.new_drafter import NewDrafter
 from slipstream.launch.planning import RunPlan, slot_layout
 from slipstream.launch.queues import QueueSampler
 from slipstream.launch.rejections import Rejections
@@ -187,18 +188,6 @@ class Validation:
         return counts[:, 1:]
 
 
-def new_drafter(*, recipe: Recipe, shape: DrafterShape, device: str) -> DFlashDrafter:
-    """The recipe's drafter before its first step, or before a warm start: weights from the plan's seed."""
-    return build_drafter(
-        shape=shape,
-        dtype=recipe.drafter.dtype,
-        device=device,
-        seed=recipe.plan.seed,
-        attention=recipe.drafter.attention,
-        family=recipe.drafter.type,
-    )
-
-
 def train_drafter(
     *,
     job: Mapping[str, Any],
@@ -209,6 +198,7 @@ def train_drafter(
     shape: DrafterShape,
     plan: RunPlan,
     source: Source,
+    new: NewDrafter,
     target_embedding_VD: Tensor | None = None,
 ) -> dict[str, Any]:
     """Train one rank's share to the end of the plan, or to the supervisor's wish; returns what the run's result needs.
@@ -217,7 +207,7 @@ def train_drafter(
     """
     rank, folder = int(job["rank"]), RunFolder(Path(job["folder"]))
     share = ColumnShare(rank=rank, ranks=plan.ranks)
-    drafter = new_drafter(recipe=recipe, shape=shape, device=job["device"])
+    drafter = new.drafter
     ends = borrowed_ends(info=info, dtype=recipe.drafter.dtype, device=job["device"], target_embedding_VD=target_embedding_VD)
     with ExitStack() as stack:
         stack.callback(source.close)
@@ -241,6 +231,7 @@ def train_drafter(
             validate=validation.measure if plan.validation else None,
         )
         main = _main_rank(rank=rank, control=control, folder=folder, stack=stack)
+        new.ready()
         trainer = build_trainer(parts=parts, main=main, resume=Path(job["checkpoint"]) if job["checkpoint"] else None)
         if recipe.drafter.warm_start is not None and trainer.start_step == 0:
             trainer.optimizer.load_weights(read_warm_start(Path(recipe.drafter.warm_start), shape=shape))

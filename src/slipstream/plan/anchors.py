@@ -36,7 +36,8 @@ def run_lengths(loss_mask: BoolArray, *, anchors: Int32Array, block_size: int, s
     is_end[starts] = True
     ends = np.flatnonzero(is_end)
     ends = ends[np.searchsorted(ends, anchors + 1)]
-    return np.minimum(ends - anchors - 1, block_size - 1).astype(np.int32)
+    runs: Int32Array = np.minimum(ends - anchors - 1, block_size - 1).astype(np.int32)
+    return runs
 
 
 def count_supervised(runs: Int32Array, *, block_size: int) -> Int64Array:

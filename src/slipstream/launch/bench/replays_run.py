@@ -29,9 +29,9 @@ from slipstream.evaluate.summary import AcceptancePath
 from slipstream.export.warm_start import read_warm_start
 from slipstream.launch.answers import Answer
 from slipstream.launch.bench.paired import PromptCounts
+from slipstream.launch.new_drafter import new_drafter
 from slipstream.launch.planning import RunPlan, ValidationPack, corpus_index, validation_packs
 from slipstream.launch.roles.colocated import open_source
-from slipstream.launch.training import new_drafter
 from slipstream.observe import Account, MetricLog
 from slipstream.plan import Planner, make_schedule
 from slipstream.target.ends import load_frozen_ends
@@ -105,7 +105,8 @@ class Ground:
 
     def _fit(self, recipe: Recipe, *, plan: RunPlan) -> DFlashDrafter:
         device, account = torch.device(self._device), Account("bench")
-        drafter = new_drafter(recipe=recipe, shape=self._shape, device=self._device)
+        warm_start = recipe.drafter.warm_start
+        drafter = new_drafter(recipe=recipe, shape=self._shape, device=self._device, draws=warm_start is None)
         source = open_source(
             recipe=recipe, info=self._info, shape=self._shape, plan=plan, target=self._target, rank=0,
             device=self._device, account=account,
@@ -119,8 +120,8 @@ class Ground:
             with tempfile.TemporaryDirectory(prefix="slipstream-bench-") as scratch, MetricLog({}) as log:
                 main = MainRank(log=log, checkpoints=Path(scratch))
                 trainer = build_trainer(parts=parts, main=main)
-                if recipe.drafter.warm_start is not None:
-                    trainer.optimizer.load_weights(read_warm_start(Path(recipe.drafter.warm_start), shape=self._shape))
+                if warm_start is not None:
+                    trainer.optimizer.load_weights(read_warm_start(Path(warm_start), shape=self._shape))
                 trainer.fit()
         finally:
             source.close()

@@ -8,6 +8,7 @@ import torch
 
 from slipstream.config import DrafterShape, Recipe, TargetInfo
 from slipstream.launch.child import Control
+from slipstream.launch.new_drafter import NewDrafter
 from slipstream.launch.planning import RunPlan, slot_layout
 from slipstream.launch.recording import record_target
 from slipstream.launch.roles import Job
@@ -26,15 +27,17 @@ def play_colocated(job: Job, control: Control, account: Account) -> dict[str, An
     """Run the target and train on its states in this process, pack by pack, in the same order as split does."""
     opened = open_job(job)
     recipe, info, shape = opened.recipe, opened.info, opened.shape
-    plan = opened.plan(job)
-    target = load_target(
-        info=info,
-        dtype=recipe.target.dtype,
-        tap_layers=shape.tap_layers,
-        device=job["device"],
-        packing=recipe.target.packing,
-        pack_tokens=recipe.plan.pack_tokens,
-    )
+    with NewDrafter(job=job, recipe=recipe, shape=shape) as new:
+        plan = opened.plan(job)
+        target = load_target(
+            info=info,
+            dtype=recipe.target.dtype,
+            tap_layers=shape.tap_layers,
+            device=job["device"],
+            packing=recipe.target.packing,
+            pack_tokens=recipe.plan.pack_tokens,
+        )
+        new.ready()  # before launches are recorded: no other thread may copy to the GPU then
     layout = slot_layout(recipe=recipe, shape=shape, info=info)
     line = record_target(target, recipe=recipe, plan=plan, layout=layout, device=job["device"])
     if line is not None:
@@ -44,7 +47,7 @@ def play_colocated(job: Job, control: Control, account: Account) -> dict[str, An
         account=account,
     )  # fmt: skip
     result = train_drafter(
-        job=job, control=control, account=account, recipe=recipe, info=info, shape=shape, plan=plan, source=source,
+        job=job, control=control, account=account, recipe=recipe, info=info, shape=shape, plan=plan, source=source, new=new,
         target_embedding_VD=target.embedding_VD,
     )  # fmt: skip
     return {**result, "bad_rows": int(target.bad_rows)}

@@ -6,6 +6,7 @@ from typing import Any
 
 from slipstream.device.shared import SharedMemory
 from slipstream.launch.child import Control
+from slipstream.launch.new_drafter import NewDrafter
 from slipstream.launch.planning import RunPlan, slot_layout
 from slipstream.launch.roles import Job
 from slipstream.launch.roles.opening import open_job
@@ -22,16 +23,17 @@ def play_drafter(job: Job, control: Control, account: Account) -> dict[str, Any]
     """Train on packs that target workers put into this rank's shared pool."""
     opened = open_job(job)
     recipe, info, shape = opened.recipe, opened.info, opened.shape
-    plan = opened.plan(job)
-    layout = slot_layout(recipe=recipe, shape=shape, info=info)
-    slots = job["pool_slots"][job["rank"]]
-    memory = SharedMemory.attach(fd=job["descriptors"]["memory"], nbytes=layout.nbytes * slots)
-    pool = SlotPool.shared(layout=layout, num_slots=slots, memory=memory)
-    source = _open_source(job=job, pool=pool, plan=plan)
-    source = widened(source, layout=layout, dtype=recipe.target.hidden_dtype, device=job["device"])
-    return train_drafter(
-        job=job, control=control, account=account, recipe=recipe, info=info, shape=shape, plan=plan, source=source
-    )
+    with NewDrafter(job=job, recipe=recipe, shape=shape) as new:
+        plan = opened.plan(job)
+        layout = slot_layout(recipe=recipe, shape=shape, info=info)
+        slots = job["pool_slots"][job["rank"]]
+        memory = SharedMemory.attach(fd=job["descriptors"]["memory"], nbytes=layout.nbytes * slots)
+        pool = SlotPool.shared(layout=layout, num_slots=slots, memory=memory)
+        source = _open_source(job=job, pool=pool, plan=plan)
+        source = widened(source, layout=layout, dtype=recipe.target.hidden_dtype, device=job["device"])
+        return train_drafter(
+            job=job, control=control, account=account, recipe=recipe, info=info, shape=shape, plan=plan, source=source, new=new
+        )
 
 
 def _open_source(*, job: Job, pool: SlotPool, plan: RunPlan) -> HiddenSource:

@@ -14,12 +14,12 @@ import torch
 
 from slipstream.launch.borrowed import borrowed_ends
 from slipstream.launch.child import Control
+from slipstream.launch.new_drafter import new_drafter
 from slipstream.launch.planning import RunPlan, slot_layout
 from slipstream.launch.recording import record_target
 from slipstream.launch.roles import Job
 from slipstream.launch.roles.opening import Opening, open_job
 from slipstream.launch.stages import time_stages
-from slipstream.launch.training import new_drafter
 from slipstream.observe import Account, MetricLog
 from slipstream.records import Pack
 from slipstream.target.dtypes import DTYPES
