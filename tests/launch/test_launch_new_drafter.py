@@ -14,6 +14,7 @@ from launch_material import tiny_recipe
 from slipstream.config import DrafterShape, Recipe, read_target_info, resolve_drafter
 from slipstream.drafter import DFlashDrafter
 from slipstream.launch.new_drafter import NewDrafter, new_drafter
+from slipstream.trainer.optim import FlatAdamW
 
 JOB: dict[str, Any] = {"device": "cpu", "checkpoint": None}
 
@@ -52,6 +53,17 @@ def test_weights_that_are_loaded_are_not_drawn(given: tuple[Recipe, DrafterShape
     fill(new.drafter, 3.0)
     with new:
         assert all((weight == 3.0).all() for weight in new.ready().parameters())
+
+
+def test_what_memory_held_does_not_outlive_loading(given: tuple[Recipe, DrafterShape]) -> None:
+    recipe, shape = given
+    before = new_drafter(recipe=recipe, shape=shape, device="cpu").state_dict()
+    drafter = new_drafter(recipe=recipe, shape=shape, device="cpu", draws=False)
+    fill(drafter, float("nan"))
+    optimizer = FlatAdamW(drafter, section=recipe.optimizer)
+    optimizer.load_weights(before)
+    assert torch.isfinite(optimizer.master).all()
+    assert all(torch.equal(weight, before[name]) for name, weight in drafter.state_dict().items())
 
 
 def test_an_error_comes_where_the_weights_are_awaited(
