@@ -24,6 +24,7 @@ class Plant:
     """What the played run is like. Seconds; `target(pack)`, `use(rank)`, `build` a step, `once` the update.
 
     `launch` is how much longer the thread takes to launch than the device to compute, `gpu` whether there is one at all.
+    The target that would make pack `died_at` dies before it.
     """
 
     targets: int = 1
@@ -46,6 +47,8 @@ class Plant:
     colocated: bool = False
     devices: int | None = None
     odd_target_seconds: float = 0.0
+    died_at: int | None = None
+    restart_seconds: float = 0.0
     tokens: int = TOKENS
     utilisation: float | None = None
 
@@ -91,6 +94,10 @@ class Player:
                 begin = max(workers[index], ends[freed] if freed >= 0 else 0.0)
                 name = f"target-{index}"
                 self.span(name, "wait_slot", begin)
+                if made == plant.died_at:
+                    begin += plant.restart_seconds
+                    self.span(name, "load", begin)
+                    self.events.append({"kind": "restart", "step": step, "worker": name, "attempt": 1})
                 done = begin + plant.target(made)
                 self.span(name, "target", done, pack=made)
                 if plant.odd_target_seconds:

@@ -159,6 +159,17 @@ def test_damaged_packs_are_named_whatever_they_cost() -> None:
     assert alone.headline.count("drafter-0 refused packs") == 1
 
 
+def test_a_target_that_died_is_named_and_judged_by_the_time_that_it_was_there() -> None:
+    plant = Plant(target=lambda pack: 0.3, devices=2, died_at=100)
+    verdict = judge(planted(replace(plant, restart_seconds=40.0)))
+    assert kinds(verdict) == ["target_bound", "restarts"], "not starved by a target that does something else"
+    found = verdict.findings[-1]
+    assert found.numbers["seconds"] == pytest.approx(40.0)
+    assert verdict.shares["target-0"]["load"] > 0.3
+    assert verdict.headline.endswith(f". Besides, {found.sentence}")
+    assert "target-0 died and was started again, once in all: 40.00 s of loading" in found.sentence
+
+
 @pytest.mark.parametrize(
     ("threshold", "kind", "plant"),
     [

@@ -20,7 +20,7 @@ from slipstream.report.spans import Samples
 
 Kind = Literal[
     "target_bound", "drafter_bound", "balanced", "starvation", "back_pressure", "sawtooth", "rank_imbalance", "launch_bound",
-    "slow_loader", "checkpoint_stalls", "slow_validation", "recompiles", "rejected_seals",
+    "slow_loader", "checkpoint_stalls", "slow_validation", "recompiles", "rejected_seals", "restarts",
 ]  # fmt: skip
 
 WAITS = 0.10
@@ -87,7 +87,8 @@ def flow_findings(measured: Measured, *, queues: Samples) -> list[Finding]:
         return [_colocated(measured)]
     starved = _mean(measured.trainers, "wait_input")
     blocked = _mean(measured.targets, "wait_slot")
-    at_work = float(np.mean([worker.busy for worker in measured.targets]))
+    # a target that was started again is judged by the time that it was there
+    at_work = float(np.mean([worker.busy / max(1 - worker.starting, 1e-9) for worker in measured.targets]))
     depth = _depth(queues.between(measured.begin, measured.end))
     if starved >= WAITS and blocked >= WAITS:
         return [_uneven(measured, starved=starved, blocked=blocked, depth=depth)]

@@ -35,6 +35,7 @@ def worker_findings(measured: Measured, *, run: RunData) -> list[Finding]:
         _validation(measured, section=recipe.get("validation", {})),
         _recompiles(measured, run=run),
         _seals(measured, run=run),
+        _restarts(measured, run=run),
     ]
     return [finding for finding in found if finding is not None]
 
@@ -216,6 +217,25 @@ def _seals(measured: Measured, *, run: RunData) -> Finding | None:
         "report it",
         predicted_gain=None,
         numbers={"rejected": count, "packs": packs, "steps": sorted({int(line["step"]) for line in lines})},
+    )
+
+
+def _restarts(measured: Measured, *, run: RunData) -> Finding | None:
+    """Targets that died and were started again, ever; what is lost is what of it lies in the window."""
+    names = [str(line.get("worker")) for line in run.events if line.get("kind") == "restart"]
+    if not names:
+        return None
+    starting = sum(worker.starting for worker in measured.targets)
+    seconds = starting * (measured.end - measured.begin)
+    times = {1: "once", 2: "twice"}.get(len(names), f"{len(names)} times")
+    who = " and ".join(sorted(set(names)))
+    return Finding(
+        kind="restarts",
+        sentence=f"{who} died and was started again, {times} in all" + (f": {took(seconds)} of loading" if seconds else ""),
+        share_lost=starting / len(measured.workers),
+        advice=f"read why in the log (slipstream logs RUN --worker {sorted(set(names))[0]})",
+        predicted_gain=None,
+        numbers={"restarts": len(names), "seconds": seconds},
     )
 
 

@@ -24,6 +24,7 @@ TARGET = ("target", "publish")
 USE = ("forward", "backward", "forward_backward")
 ONCE = ("optimizer", "hooks")
 PAUSES = ("validate", "checkpoint", "wait_disk")
+STARTING = ("load", "warm_up")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,7 @@ class Worker:
     """One worker in the window. `shares` of its own thread's time and `gpu` of its device's, by state; `loader` the share in
     which its thread of arrays built some. `gpu` is empty where no device was timed; a stage's time on it includes the gaps
     between its kernels. `active` is the share of the time outside pauses in which any kernel ran on its GPU, by NVML; none
-    where that is not known."""
+    where that is not known. `restarted` if it died, in any start of the run, and was started again."""
 
     name: str
     role: str
@@ -40,6 +41,7 @@ class Worker:
     gpu: Mapping[str, float]
     loader: float
     active: float | None = None
+    restarted: bool = False
 
     def share(self, *states: str) -> float:
         """Of the window, in any of the states."""
@@ -49,6 +51,11 @@ class Worker:
     def gpu_busy(self) -> float | None:
         """Share of the window in which its stages ran on the device; none without a device."""
         return sum(share for state, share in self.gpu.items() if state != "wait_peer") if self.gpu else None
+
+    @property
+    def starting(self) -> float:
+        """Share that it took to be there again; nothing where it never died."""
+        return self.share(*STARTING) if self.restarted else 0.0
 
     @property
     def paused(self) -> float:
@@ -137,7 +144,11 @@ def measure(run: RunData, *, window: float | None = None) -> Measured | None:
     None while there are too few steps, and where no recipe or no metrics say what they trained on.
     """
     spans = {
-        name: _newest_start(found) for name, found in run.spans.items() if found.role in ("target", "drafter", "colocated")
+        name: found
+        if found.role == "target"
+        else _newest_start(found)  # a target may have been started again within the window
+        for name, found in run.spans.items()
+        if found.role in ("target", "drafter", "colocated")
     }
     ranks = [found for found in spans.values() if found.role != "target" and len(found)]
     if not ranks or not run.train or "packs_per_step" not in run.recipe.get("plan", {}):
@@ -152,9 +163,14 @@ def measure(run: RunData, *, window: float | None = None) -> Measured | None:
     if len(ends) < LEAST_STEPS + 1:
         return None
     begin, end, count = float(ends[0]), float(ends[-1]), len(ends) - 1
+    restarted = {line.get("worker") for line in run.events if line.get("kind") == "restart"}
     workers = [
-        replace(worker_in(found, begin=begin, end=end), active=_active(run, spans=found, begin=begin, end=end))
-        for _, found in sorted(spans.items())
+        replace(
+            worker_in(found, begin=begin, end=end),
+            active=_active(run, spans=found, begin=begin, end=end),
+            restarted=name in restarted,
+        )
+        for name, found in sorted(spans.items())
     ]
     if not any(worker.cost(*USE) for worker in workers):
         return None  # its spans were dropped: nothing can be said

@@ -19,8 +19,8 @@ CONSEQUENCES = ("back_pressure",)
 HARMLESS = ("balanced",)
 TOLD_TOO = 0.10
 """A second cause is in the headline from this share of lost time on."""
-ALWAYS_TOLD = ("rejected_seals",)
-"""What is in the headline whatever it costs: data was damaged."""
+ALWAYS_TOLD = ("rejected_seals", "restarts")
+"""What is in the headline whatever it costs: data was damaged, or a worker died."""
 ALTERNATIVE = "; "
 """Parts one advice from the next; the headline has the first."""
 PAUSED = 0.01
