@@ -5,8 +5,10 @@ On a GPU also: that one failed test does not fail the next.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
+from collections.abc import Iterator
 
 import pytest
 
@@ -50,12 +52,25 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("markexpr") != "gpu":
         for name in THREADS:
             os.environ.setdefault(name, "1")
+        if "torch" in sys.modules:  # a conftest.py below the path that pytest was given has imported it
+            sys.modules["torch"].set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
         return
     cores = str(max(1, len(os.sched_getaffinity(0)) // (config.getoption("numprocesses", None) or 1)))
     for name in ("OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS"):
         os.environ.setdefault(name, cores)
     # the GPU's name would have to be asked of the driver, which must not be there before torch: traces then end in a fault
     os.environ.update(cache_settings(environ=os.environ, gpu_name=None))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """What tests import never becomes garbage; to look through it again and again takes a fifth of their time."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
 
 
 @pytest.hookimpl(trylast=True)

@@ -17,15 +17,6 @@ def _held() -> tuple[int, set[str], int]:
     return len(os.listdir("/proc/self/fd")), threads, len(psutil.Process().children())
 
 
-@pytest.fixture(scope="module", autouse=True)
-def heap_set_aside() -> Iterator[None]:
-    """What was imported before is no part of what a test may leave behind; to look through it takes longer than the test."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Iterator[None]:
     before = _held()
