@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy.typing as npt
 import torch
 from torch.nn.attention.flex_attention import BlockMask
 
@@ -21,6 +22,10 @@ from slipstream.drafter.masks import TILE, Spans, span_mask_mod, tile_indices
 from slipstream.records import BlockBatch
 
 Arrays = Mapping[str, torch.Tensor]
+"""On the device."""
+
+HostArrays = dict[str, npt.NDArray[Any]]
+"""Of NumPy: every tensor that is made lets other threads have the interpreter, which they may keep for long."""
 
 SPANS = ("context_from", "context_to", "own_from", "own_to")
 SIDES = (("kv", "full_kv"), ("q", "full_q"))
@@ -31,16 +36,16 @@ SIDES = (("kv", "full_kv"), ("q", "full_q"))
 class MaskHalves:
     """`arrays(spans)` on the CPU; `mask(arrays, context_tokens)` over them on the device. Neither waits for the device."""
 
-    arrays: Callable[[Spans], dict[str, torch.Tensor]]
+    arrays: Callable[[Spans], HostArrays]
     mask: Callable[[Arrays, int], Any]
 
 
-def mask_arrays(drafter: DFlashDrafter, batch: BlockBatch) -> dict[str, torch.Tensor]:
+def mask_arrays(drafter: DFlashDrafter, batch: BlockBatch) -> HostArrays:
     """The arrays of a batch on the CPU, for all kinds of layer, by name. Their types and shapes depend on T, N and B alone."""
     assert batch.anchors_N.device.type == "cpu", "masks are made from the batch on the CPU"
     anchors, starts, valid = (tensor.numpy() for tensor in (batch.anchors_N, batch.anchor_start_N, batch.anchor_valid_N))
     halves = HALVES[type(drafter.kernel)]
-    found: dict[str, torch.Tensor] = {}
+    found: HostArrays = {}
     layers = drafter.layer_spans(
         anchors=anchors,
         starts=starts,
@@ -65,17 +70,17 @@ def masks_over(drafter: DFlashDrafter, arrays: Arrays, *, context_tokens: int) -
     }
 
 
-def _span_arrays(spans: Spans) -> dict[str, torch.Tensor]:
-    return {name: torch.from_numpy(getattr(spans, name)) for name in SPANS}
+def _span_arrays(spans: Spans) -> HostArrays:
+    return {name: getattr(spans, name) for name in SPANS}
 
 
-def _flex_arrays(spans: Spans) -> dict[str, torch.Tensor]:
+def _flex_arrays(spans: Spans) -> HostArrays:
     arrays = _span_arrays(spans)
     for (partial, full), side in zip(SIDES, tile_indices(spans), strict=True):
-        arrays[f"{partial}_num_blocks"] = torch.from_numpy(side.num_partial)[None, None]
-        arrays[f"{partial}_indices"] = torch.from_numpy(side.partial)[None, None]
-        arrays[f"{full}_num_blocks"] = torch.from_numpy(side.num_full)[None, None]
-        arrays[f"{full}_indices"] = torch.from_numpy(side.full)[None, None]
+        arrays[f"{partial}_num_blocks"] = side.num_partial[None, None]
+        arrays[f"{partial}_indices"] = side.partial[None, None]
+        arrays[f"{full}_num_blocks"] = side.num_full[None, None]
+        arrays[f"{full}_indices"] = side.full[None, None]
     return arrays
 
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
@@ -24,6 +25,10 @@ DEVICE_BUFFERS = 3
 """Uses whose arrays are on the device at once: one computes, one is there, one arrives."""
 
 Arrays = Mapping[str, Tensor]
+"""On the device."""
+
+HostArrays = Mapping[str, Tensor | npt.NDArray[Any]]
+"""On the CPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +54,10 @@ class ArrayLayout:
     nbytes: int
 
     @classmethod
-    def of(cls, arrays: Arrays) -> ArrayLayout:
+    def of(cls, arrays: HostArrays) -> ArrayLayout:
         """A layout with room for these, the largest that there will be."""
         fields, start = {}, 0
-        for name, array in arrays.items():
+        for name, array in ((name, torch.as_tensor(array)) for name, array in arrays.items()):
             field = _Field(start=start, dtype=array.dtype, shape=tuple(array.shape))
             assert field.shape, f"{name} is a scalar: a number that the CPU knows travels as an argument"
             fields[name] = field
@@ -71,7 +76,7 @@ class _HostSlot:
         self.memory, self.sent, self.waiting = lanes.pinned(layout.nbytes), lanes.event(), False
         self._views = {name: _array(view) for name, view in layout.whole(self.memory).items()}
 
-    def fill(self, arrays: Arrays) -> dict[str, int]:
+    def fill(self, arrays: HostArrays) -> dict[str, int]:
         """Put arrays in, zeros behind those that are short; returns their lengths. Asserts that they fit."""
         assert arrays.keys() == self._views.keys(), f"arrays {sorted(arrays.keys() ^ self._views.keys())} come or went"
         lengths = {}
@@ -98,9 +103,11 @@ class _DeviceBuffer:
         return {name: view if lengths[name] == len(view) else view[: lengths[name]] for name, view in self._views.items()}
 
 
-def _array(tensor: Tensor) -> npt.NDArray[Any]:
+def _array(array: Tensor | npt.NDArray[Any]) -> npt.NDArray[Any]:
     """A tensor's memory for NumPy, which copies small arrays at half of torch's price; the bits of types that NumPy lacks."""
-    return (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+    if isinstance(array, np.ndarray):
+        return array
+    return (array.view(torch.int16) if array.dtype == torch.bfloat16 else array).numpy()
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +138,7 @@ class MetadataRing:
         for ahead in range(min(count, len(self._slots))):
             self._slots[(self._staged + ahead) % len(self._slots)].sent.synchronize()
 
-    def stage(self, arrays: Arrays) -> StagedArrays:
+    def stage(self, arrays: HostArrays) -> StagedArrays:
         """Put arrays in the next slot, zeros behind those that are short. Sleeps while the slot's last copy is under way."""
         slot = self._slots[self._staged % len(self._slots)]
         self._staged += 1

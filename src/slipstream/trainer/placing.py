@@ -11,13 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from slipstream.drafter import embedding_rows
 from slipstream.records import BlockBatch
 from slipstream.trainer.lanes import Lanes
-from slipstream.trainer.metadata import ArrayLayout, Arrays, MetadataRing, StagedArrays
+from slipstream.trainer.metadata import ArrayLayout, Arrays, HostArrays, MetadataRing, StagedArrays
 from slipstream.trainer.prefetch import PreparedColumn, PreparedStep
 
 EMBEDDING = "embedding.rows"
@@ -63,7 +62,7 @@ class StagedPlacing:
         *,
         embedding_VD: Tensor,
         is_remote: bool,
-        mask_arrays: Callable[[BlockBatch], Mapping[str, Tensor]],
+        mask_arrays: Callable[[BlockBatch], HostArrays],
         masks_over: Callable[..., Mapping[str, Any]],
         largest: BlockBatch,
         num_slots: int,
@@ -122,13 +121,13 @@ class StagedPlacing:
             seed=arrays[NUMBERS][0],
         )
 
-    def _arrays(self, batch: BlockBatch, *, numbers: tuple[float, int, int]) -> Arrays:
+    def _arrays(self, batch: BlockBatch, *, numbers: tuple[float, int, int]) -> HostArrays:
         masks = self._mask_arrays(batch)
         rows: dict[str, Tensor] = {}
         if self._is_remote:
             batch, rows[EMBEDDING] = embedding_rows(batch, self._embedding_VD)
         fields = {name: getattr(batch, name) for name in _tensor_fields(batch)}
-        return {**fields, **masks, **rows, NUMBERS: torch.from_numpy(np.array(numbers, dtype=np.float32))}
+        return {**fields, **masks, **rows, NUMBERS: np.array(numbers, dtype=np.float32)}
 
 
 def _tensor_fields(batch: BlockBatch) -> list[str]:
