@@ -21,7 +21,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-VOCAB, HIDDEN, LAYERS, TAPS, BLOCK, MASK = 8, 32, 6, (1, 3), 5, 7
+VOCAB, HIDDEN, LAYERS, TAPS, BLOCK, MASK = 8, 32, 4, (0, 2), 5, 7
 
 
 def make_target(kind: str, *, seed: int = 0, vocab_size: int = VOCAB) -> PreTrainedModel:
@@ -50,7 +50,7 @@ def make_target(kind: str, *, seed: int = 0, vocab_size: int = VOCAB) -> PreTrai
         return Qwen3ForCausalLM(Qwen3Config(**common)).eval()
     assert kind == "hybrid"
     linear = {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
-    types = ["linear_attention", "linear_attention", "full_attention"] * (LAYERS // 3)
+    types = ["linear_attention", "full_attention"] * (LAYERS // 2)
     return Qwen3_5ForCausalLM(Qwen3_5TextConfig(**common, **linear, layer_types=types)).eval()
 
 

@@ -18,7 +18,7 @@ from slipstream.evaluate.summary import AcceptancePath
 from slipstream.plan.evaluation import plan_validation
 from slipstream.target.ends import FrozenEnds
 
-HIDDEN, VOCAB, LAYERS, TAPS, BLOCK, MASK, NEW, PACK = 32, 8, 6, (1, 3), 5, 7, 24, 128
+HIDDEN, VOCAB, LAYERS, TAPS, BLOCK, MASK, NEW, PACK = 32, 8, 4, (0, 2), 5, 7, 24, 128
 pytestmark = pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated")
 
 

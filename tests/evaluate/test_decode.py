@@ -9,7 +9,7 @@ from slipstream.evaluate.decode import greedy_plain, speculative_decode
 from slipstream.evaluate.sampling import Sampled, Sampling
 from slipstream.evaluate.session import TargetSession
 
-TAPS, BLOCK, MASK, VOCAB, NEW = (1, 3), 5, 7, 8, 24
+TAPS, BLOCK, MASK, VOCAB, NEW = (0, 2), 5, 7, 8, 24
 pytestmark = pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated")
 
 
