@@ -36,11 +36,17 @@ def weights_of(result: RunResult) -> dict[str, torch.Tensor]:
     return load_file(result.checkpoint / "weights.safetensors")
 
 
-def test_both_placements_train_on_it_alike(bare: dict[str, str], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.fixture(scope="module")
+def colocated(bare: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> RunResult:
+    return rehearse(bare, tmp_path_factory.mktemp("colocated"), name="together", placement__mode="colocated")
+
+
+def test_both_placements_train_on_it_alike(
+    bare: dict[str, str], colocated: RunResult, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     split = rehearse(bare, tmp_path, name="split", validation__prompts=bare["prompts"], validation__max_new_tokens=8)
-    together = rehearse(bare, tmp_path, name="together", placement__mode="colocated")
     assert "worthless" in caplog.text
-    one, two = weights_of(split), weights_of(together)
+    one, two = weights_of(split), weights_of(colocated)
     assert [name for name in one if not torch.equal(one[name], two[name])] == []
     assert split.validations[-1]["answers"] == 4
     lines = [json.loads(line) for line in (tmp_path / "split" / "metrics.jsonl").read_text().splitlines()]
@@ -48,10 +54,9 @@ def test_both_placements_train_on_it_alike(bare: dict[str, str], tmp_path: Path,
     assert losses[-1] < losses[0]
 
 
-def test_its_drafter_is_refused_and_so_is_another_target(bare: dict[str, str], tmp_path: Path) -> None:
-    result = rehearse(bare, tmp_path, name="made-up", placement__mode="colocated")
+def test_its_drafter_is_refused_and_so_is_another_target(bare: dict[str, str], colocated: RunResult, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"target\.weights = 'random'.*drafts nothing"):
-        read_drafter(result.folder)
+        read_drafter(colocated.folder)
     saved = tiny_recipe(bare, tmp_path, name="saved")
     with pytest.raises(PreflightError, match="lacks 1 of 1 weight files"):
         preflight(saved)

@@ -55,7 +55,8 @@ def test_a_line_tells_of_what_is_new() -> None:
 
 @pytest.fixture(scope="module")
 def undisturbed(material: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> RunResult:
-    return train_run(flight=preflight(tiny_recipe(material, tmp_path_factory.mktemp("plain"), name="plain")))
+    runs = tmp_path_factory.mktemp("plain")
+    return train_run(flight=preflight(tiny_recipe(material, runs, name="plain", placement__mode="colocated")))
 
 
 @pytest.mark.parametrize("mode", ["split", "colocated"])
