@@ -52,6 +52,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("markexpr") != "gpu":
         for name in THREADS:
             os.environ.setdefault(name, "1")
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # for children with more: on busy cores, spinning takes seconds
         if "torch" in sys.modules:  # a conftest.py below the path that pytest was given has imported it
             sys.modules["torch"].set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
         return

@@ -6,7 +6,6 @@ Preflight → schedule → answers to the validation prompts → memory and brok
 from __future__ import annotations
 
 import logging
-import os
 import shutil
 import uuid
 from collections.abc import Callable, Mapping
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.config import dump_recipe
+from slipstream.device.limits import available_cores
 from slipstream.device.numa import prefer_node
 from slipstream.device.shared import SharedMemory
 from slipstream.errors import Interrupted, PlanError, PreflightError, WorkerFailed
@@ -252,7 +252,7 @@ class _Run:
             },
             descriptors={"lock": self.lock.fd},
             log=folder.logs / "answers.log",
-            threads=os.cpu_count() or 1,
+            threads=available_cores(),
             environment=self.resources.environment(role="target", index=0),
         )
         supervisor = Supervisor(
