@@ -13,7 +13,10 @@ READS_BACK = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_s
 
 
 class Tape(TorchDispatchMode):
-    """Every operator with its arguments and results. `replay` runs them again, into the memory of the first results."""
+    """Every operator that computes, with its arguments and results; those that write into an argument have no others.
+
+    `replay` runs them again, into the memory of the first results.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -24,18 +27,19 @@ class Tape(TorchDispatchMode):
         name = func._schema.name.split("::")[1]
         assert name not in READS_BACK, f"{name} cannot be recorded"
         results = func(*args, **(kwargs or {}))
-        self.calls.append((func, args, kwargs or {}, results))
+        alias = [returned.alias_info for returned in func._schema.returns]
+        if "empty" in func._schema.name or any(info is not None and not info.is_write for info in alias):
+            return results  # the memory is there; a view shows it
+        writes = any(info is not None for info in alias)
+        self.calls.append((func, args, kwargs or {}, None if writes else results))
         return results
 
     @torch.no_grad()
     def replay(self) -> None:
         self.num_replays += 1
         for func, args, kwargs, results in self.calls:
-            alias = [returned.alias_info for returned in func._schema.returns]
-            if "empty" in func._schema.name or any(info is not None and not info.is_write for info in alias):
-                continue  # the memory is there; a view shows it
             again = func(*args, **kwargs)
-            if not any(info is not None for info in alias):
+            if results is not None:
                 _write(results, again)
 
 
