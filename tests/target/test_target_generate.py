@@ -45,13 +45,20 @@ def model(request, tmp_path_factory):
     return model
 
 
-@pytest.mark.parametrize("batch_size", [1, 3, 7])
-def test_answers_are_the_argmax_loops_whatever_the_batch(model, batch_size):
+@pytest.fixture(scope="module")
+def looped(model):
+    """Stop tokens that some answers meet, and the loop's answers with them."""
     prompts = make_prompts()
     free = [argmax_loop(model, prompt, stops=()) for prompt in prompts]
     stops = sorted({free[0][3], free[2][10]})
     expected = [argmax_loop(model, prompt, stops=stops) for prompt in prompts]
     assert len({len(answer) for answer in expected}) > 1, "rows must finish at different times"
+    return stops, expected
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 7])
+def test_answers_are_the_argmax_loops_whatever_the_batch(model, looped, batch_size):
+    prompts, (stops, expected) = make_prompts(), looped
     seen = []
     found = greedy_answers(
         model=model,
