@@ -192,6 +192,13 @@ def test_the_lanes_of_ten_thousand_steps_are_drawn_quickly(page: Page, long_run:
     assert page.errors == []
 
 
+def test_neighbouring_ticks_are_told_apart(page: Page, report: Path) -> None:
+    page.open(report.as_uri())
+    assert page.run("tickLabels([1, 1.0005, 1.001], formatNumber)") == ["1", "1.0005", "1.001"]
+    assert page.run("tickLabels([0, 0.00005, 0.0001], formatShare)") == ["0.000 %", "0.005 %", "0.010 %"]
+    assert page.run("tickLabels([0.1, 0.2, null], formatShare)") == ["10 %", "20 %", ""]
+
+
 def test_runs_are_compared(page: Page, tmp_path: Path) -> None:
     folders = [
         make_run(tmp_path / name, steps=steps, workers=workers, seed=steps).root

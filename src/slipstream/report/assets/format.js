@@ -33,6 +33,17 @@ function formatRate(value) {
 
 const formatShare = (value, digits = 0) => (known(value) ? `${(100 * value).toFixed(digits)} %` : "–");
 
+// Ticks of an axis: with as many digits as it takes to tell neighbours apart, where the text knows of digits.
+function tickLabels(ticks, text) {
+  let labels = [];
+  for (const digits of [undefined, 1, 2, 3, 4, 5, 6, 7]) {
+    labels = ticks.map((tick) => (tick === null ? "" : digits === undefined ? text(tick) : text(tick, digits)));
+    const shown = labels.filter((label) => label !== "");
+    if (new Set(shown).size === shown.length) break;
+  }
+  return labels;
+}
+
 function formatBytes(value) {
   if (!known(value)) return "–";
   const units = ["B", "KB", "MB", "GB", "TB"];
