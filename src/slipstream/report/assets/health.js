@@ -66,9 +66,13 @@ function roleFigures(workers) {
     roles.set(worker.role, [...(roles.get(worker.role) || []), worker]);
   }
   const names = { target: "Targets at work", drafter: "Drafters at work", colocated: "Workers at work", worker: "Workers at work" };
+  const gpus = { target: "Target GPUs busy", drafter: "Drafter GPUs busy", colocated: "GPUs busy", worker: "GPUs busy" };
   return [...roles].map(([role, members]) => {
-    const mean = (kind) => members.reduce((sum, worker) => sum + worker.kinds[kind], 0) / members.length;
-    return [`${names[role]} (${members.length})`, formatShare(mean("work")), `waiting ${formatShare(mean("wait"))}, idle ${formatShare(mean("idle"))}`];
+    // Where devices were timed, their time counts: the thread that launches has little to do and waits for them.
+    const timed = members.every((worker) => worker.gpu_kinds);
+    const mean = (kind) => members.reduce((sum, worker) => sum + (timed ? worker.gpu_kinds : worker.kinds)[kind], 0) / members.length;
+    const also = `${timed && !mean("wait") ? "" : `waiting ${formatShare(mean("wait"))}, `}idle ${formatShare(mean("idle"))}`;
+    return [`${(timed ? gpus : names)[role]} (${members.length})`, formatShare(mean("work")), also];
   });
 }
 
