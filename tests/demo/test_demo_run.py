@@ -48,6 +48,7 @@ def overrides(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> li
         f"corpus.path={place / 'corpus'}",
         f"target.model={tiny_target}",
         f"plan.max_steps={STEPS}",
+        "plan.pack_anchors=64",
         "validation.max_new_tokens=6",
         "drafter.num_layers=1",
         "drafter.dtype=float32",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import signal
 import subprocess
@@ -203,8 +202,11 @@ def test_drawn_answers(folder: Path, regenerate: Run, tmp_path: Path) -> None:
 
 def start(folder: Path, tmp_path: Path, url: str, *more: object) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "slipstream.cli.main", *words(folder, tmp_path, url, "out.jsonl", *more)]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # in a shell's background it is ignored, by children too
+    try:
+        return subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.parametrize(
