@@ -48,6 +48,20 @@ def test_an_error_inside_ends_the_state() -> None:
     assert account.read() == (7, {IDLE: 4, "forward": 3})
 
 
+def test_what_comes_after_the_end_is_charged_to_nobody() -> None:
+    clock = Clock()
+    account = Account("drafter-0", clock=clock)
+    with account.state("forward"):
+        clock.now += 3
+    clock.now += 1
+    account.end()
+    clock.now += 100
+    account.cut()
+    with account.state("backward"):
+        clock.now += 100
+    assert account.read() == (4, {IDLE: 1, "forward": 3})
+
+
 def test_two_threads_cannot_share_an_account() -> None:
     account = Account("drafter-0")
     with account.state("forward"):

@@ -65,6 +65,7 @@ class Account:
         self._whole = False
         self._owner: int | None = None
         self._began = self._since = clock()
+        self._is_over = False
         if spans is not None:
             spans.before_write = self.cut
 
@@ -94,7 +95,7 @@ class Account:
     def read(self) -> tuple[int, dict[str, int]]:
         """Wall nanoseconds since the account was opened, and nanoseconds by state; the latter sum to the former."""
         with self._lock:
-            now = self._clock()
+            now = self._since if self._is_over else self._clock()
             charged = dict(self._charged)
             charged[self._now.name] = charged.get(self._now.name, 0) + now - self._since
             return now - self._began, charged
@@ -103,6 +104,12 @@ class Account:
         """End the span that lasts just now and begin another of the same state, so that long ones are seen. From any thread."""
         with self._lock:
             self._charge(self._now)
+
+    def end(self) -> None:
+        """The last moment that is charged: whatever is written of the account from here on ends at it. From any thread."""
+        with self._lock:
+            self._charge(self._now)
+            self._is_over = True
 
     def _rename(self, claim: Claim, name: str) -> None:
         with self._lock:
@@ -123,6 +130,9 @@ class Account:
 
     def _charge(self, to: Claim) -> None:
         """Charge the current state up to now, and go on with another one. The lock is held."""
+        if self._is_over:
+            self._now = to
+            return
         now, current, since = self._clock(), self._now, self._since
         charged = self._charged
         charged[current.name] = charged.get(current.name, 0) + now - since

@@ -22,5 +22,6 @@ def open_account(folder: RunFolder, facts: WorkerFacts, *, spans: bool) -> Itera
         account = Account(facts.worker, spans=log, base="load")
         if facts.role != "answers":
             stack.enter_context(AccountWriter(account, path=folder.accounts / name))
+        stack.callback(account.end)
         stack.callback(lambda: account.stages.close() if account.stages is not None else None)
         yield account
