@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import pytest
 import torch
 from block_cases import MASK_TOKEN, make_case, make_embedding, make_shape
@@ -52,6 +53,22 @@ def test_a_pass_on_cuda_equals_the_cpus_and_never_waits(
         results.append([blocks.detach()[:, 1:], loss.loss_sum.detach(), *(weight.grad for weight in drafter.parameters())])
     for ours, wanted in zip(results[1], results[0], strict=True):
         assert float((ours.cpu() - wanted).norm() / wanted.norm()) < 1e-4
+
+
+def test_blocks_that_are_cut_are_the_cpus() -> None:
+    """The mask that validation takes near the longest answer: each block ends at its own slot."""
+    case = make_case(lengths=(100, 60, 80), capacity=256, slots=96, block=8, chunk_rows=64)
+    lengths = np.random.default_rng(0).integers(1, 9, 96)
+    left = torch.arange(8) < torch.from_numpy(lengths)[:, None]
+    left[:, 0] = False
+    results = []
+    for device in ("cpu", "cuda"):
+        drafter = build_drafter(shape=make_shape(block=8), dtype="float32", device=device, seed=1, attention="auto")
+        masks, batch = drafter.make_masks(case.batch, lengths=lengths), batch_to(case.batch, device=device)
+        with torch.no_grad():
+            hidden, embedding = case.hidden_TKD.to(device), make_embedding().to(device)
+            results.append(drafter(hidden_TKD=hidden, batch=batch, embedding_VD=embedding, masks=masks).cpu()[left])
+    assert float((results[1] - results[0]).norm() / results[0].norm()) < 1e-4
 
 
 def test_a_block_at_a_new_length_costs_what_one_at_an_old_length_does() -> None:

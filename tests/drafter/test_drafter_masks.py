@@ -19,7 +19,7 @@ from slipstream.records import BlockBatch
 KINDS: list[tuple[LayerType, int | None]] = [("full", None), ("sliding", 3), ("sliding", 9), ("sliding", 1000)]
 
 
-def spans_of(batch: BlockBatch, kind: LayerType, window: int | None) -> Spans:
+def spans_of(batch: BlockBatch, kind: LayerType, window: int | None, lengths: np.ndarray | None = None) -> Spans:
     return make_spans(
         kind=kind,
         anchors=batch.anchors_N.numpy(),
@@ -28,11 +28,18 @@ def spans_of(batch: BlockBatch, kind: LayerType, window: int | None) -> Spans:
         block_size=batch.positions_NB.shape[1],
         context_tokens=len(batch.context_positions_T),
         window=window,
+        lengths=lengths,
     )
 
 
-def rules(batch: BlockBatch, kind: LayerType, window: int | None) -> np.ndarray:
-    """Who sees whom, from documents and positions as a server has them, pair by pair."""
+def cut_at_random(batch: BlockBatch, seed: int = 0) -> np.ndarray:
+    """So many slots of each block are left, 1 to B."""
+    blocks, size = batch.positions_NB.shape
+    return np.random.default_rng(seed).integers(1, size + 1, blocks)
+
+
+def rules(batch: BlockBatch, kind: LayerType, window: int | None, lengths: np.ndarray | None = None) -> np.ndarray:
+    """Who sees whom, from documents and positions as a server has them, pair by pair; of cut blocks nobody sees the rest."""
     context, (blocks, size) = len(batch.context_positions_T), batch.positions_NB.shape
     document = batch.context_document_T
     mask = np.zeros((blocks * size, context + blocks * size), dtype=bool)
@@ -46,7 +53,8 @@ def rules(batch: BlockBatch, kind: LayerType, window: int | None) -> np.ndarray:
                     near = kind == "full" or position - int(batch.context_positions_T[t]) < window
                     mask[row, t] = same and earlier and near
             for i in range(size):
-                mask[row, context + n * size + i] = kind == "full" or (i <= j and j - i < window)
+                there = lengths is None or i < lengths[n]
+                mask[row, context + n * size + i] = there if kind == "full" else i <= j and j - i < window
     return mask
 
 
@@ -56,6 +64,17 @@ def test_spans_are_the_visibility_rules(kind: LayerType, window: int | None) -> 
     spans = spans_of(batch, kind, window)
     assert np.array_equal(dense_mask(spans).numpy(), rules(batch, kind, window))
     assert (spans.own_to > spans.own_from).all()
+
+
+@pytest.mark.parametrize(("kind", "window"), KINDS)
+def test_slots_of_a_block_that_is_cut_see_what_is_left_of_it(kind: LayerType, window: int | None) -> None:
+    batch = make_case(lengths=(30, 18), slots=16, capacity=64, num_anchors=12).batch
+    lengths = cut_at_random(batch)
+    found = dense_mask(spans_of(batch, kind, window, lengths)).numpy()
+    left = (np.arange(batch.positions_NB.shape[1]) < lengths[:, None]).ravel()  # slots that exist when it is drafted
+    assert np.array_equal(found[left], rules(batch, kind, window, lengths)[left])
+    keys = np.concatenate((np.ones(64, dtype=bool), left))
+    assert not found[left][:, ~keys].any()
 
 
 @pytest.mark.parametrize(("kind", "window"), KINDS)
@@ -97,13 +116,14 @@ def used(mask: object, count: str, index: str) -> list[list[int]]:
     block=st.sampled_from([2, 7, 12, 16, 96, 128, 256, 384]),
     window=st.none() | st.integers(1, 700),
     seed=st.integers(0, 2**32 - 1),
+    cut=st.booleans(),
 )
-def test_tiles_are_those_of_the_whole_mask(lengths: list[int], block: int, window: int | None, seed: int) -> None:
+def test_tiles_are_those_of_the_whole_mask(lengths: list[int], block: int, window: int | None, seed: int, cut: bool) -> None:
     """All of the arrays, the part that attention never reads included: they are what recorded digests are of."""
     capacity = -(-max(sum(lengths), 1) // TILE) * TILE
     slots = TILE // math.gcd(TILE, block) * (2 if block < TILE else 1)
     batch = make_case(lengths=lengths, capacity=capacity, slots=slots, block=block, seed=seed, holes=0.0).batch
-    spans = spans_of(batch, "full" if window is None else "sliding", window)
+    spans = spans_of(batch, "full" if window is None else "sliding", window, cut_at_random(batch, seed) if cut else None)
     tiles = dense_mask(spans).numpy().reshape(slots * block // TILE, TILE, -1, TILE)
     full = tiles.all(axis=(1, 3))
     partial = tiles.any(axis=(1, 3)) & ~full

@@ -191,6 +191,20 @@ def test_blocks_cut_by_the_length_limit_are_drafted_again(tiny_target, prompts):
     assert differing > 0
 
 
+@pytest.mark.parametrize("layer_types", [("full", "full"), ("sliding", "full")])
+def test_flex_attention_finds_the_same_paths(layer_types, tiny_target, prompts):
+    """What runs on a GPU: its masks are another implementation's, those of cut blocks too."""
+    target, paths = tiny_target("llama"), []
+    for new in (NEW, 7):
+        session = TargetSession(target, tap_layers=TAPS)
+        answers = [greedy_plain(session, prompt_ids=p, max_new_tokens=new, stop_token_ids=()).token_ids for p in prompts]
+        for attention in ("sdpa", "flex"):
+            drafter = build_drafter(shape=tiny_shape(layer_types), dtype="float32", device="cpu", seed=0, attention=attention)
+            paths.append(simulated(target, drafter, prompts, answers, new=new, pack_anchors=128))
+    assert paths[0] == paths[1]
+    assert paths[2] == paths[3]
+
+
 def test_how_packs_and_uses_are_cut_changes_nothing(tiny_target, prompts):
     target, drafter = tiny_target("llama"), small_drafter(seed=0)
     session = TargetSession(target, tap_layers=TAPS)
@@ -233,18 +247,13 @@ def matches(match, *, answer_start):
 
 def test_walk_by_hand():
     found = matches([0, 0, 2, 9, 9, 0, 1, 9, 9, 0], answer_start=2)
-    path = walk(found, block_size=4, max_length=100, cut=lambda *_: pytest.fail("no block is cut"))
+    path = walk(found, block_size=4, max_length=100, cut_L=np.full(10, 99, dtype=np.int32))  # no block is cut
     # From 2: two stand and one more, to 5; none stands, to 6; one and one, to 8; what is there is cut at the last, 9.
     assert path == AcceptancePath(lengths=(3, 1, 2, 1), accepted=(2, 0, 1, 1))
 
 
-def test_walk_asks_for_cut_blocks_only_near_the_limit_and_only_where_it_steps():
-    asked = []
-
-    def cut(position, slots):
-        asked.append((position, slots))
-        return 0
-
-    path = walk(matches([0, 3, 9, 9, 9, 9, 9, 9], answer_start=1), block_size=4, max_length=8, cut=cut)
-    assert asked == [(5, 3), (6, 2)]
+def test_walk_takes_cut_blocks_near_the_limit() -> None:
+    cut_L = np.array([9, 9, 9, 9, 9, 0, 0, 0], dtype=np.int32)
+    path = walk(matches([0, 3, 9, 9, 9, 9, 9, 9], answer_start=1), block_size=4, max_length=8, cut_L=cut_L)
     assert path.lengths == (4, 1, 1)
+    assert path.accepted == (3, 0, 0)

@@ -62,8 +62,11 @@ class DFlashDrafter(nn.Module):
         """`initialise` in small parts, for a thread that may have to end early."""
         return draw_weights(self.parameters(), seed=seed, std=self.shape.initializer_range)
 
-    def make_masks(self, batch: BlockBatch) -> Masks:
-        """Masks of a batch for all layers. From a batch on the CPU this waits for nothing; from one on CUDA, for the GPU."""
+    def make_masks(self, batch: BlockBatch, *, lengths: IntArray | None = None) -> Masks:
+        """Masks of a batch for all layers, of blocks that are cut to `lengths` slots `[N]`, or of whole ones.
+
+        From a batch on the CPU this waits for nothing; from one on CUDA, for the GPU.
+        """
         anchors, starts, valid = (
             tensor.cpu().numpy() for tensor in (batch.anchors_N, batch.anchor_start_N, batch.anchor_valid_N)
         )
@@ -73,13 +76,21 @@ class DFlashDrafter(nn.Module):
             valid=valid,
             context_tokens=len(batch.context_positions_T),
             block_size=batch.positions_NB.shape[1],
+            lengths=lengths,
         )
         return {kind: self.kernel.mask(seen, device=self.device) for kind, seen in spans.items()}
 
     def layer_spans(
-        self, *, anchors: IntArray, starts: IntArray, valid: BoolArray, context_tokens: int, block_size: int
+        self,
+        *,
+        anchors: IntArray,
+        starts: IntArray,
+        valid: BoolArray,
+        context_tokens: int,
+        block_size: int,
+        lengths: IntArray | None = None,
     ) -> dict[LayerType, Spans]:
-        """What every slot sees, for each kind of layer that the drafter has; `anchors`, `starts` and `valid` are `[N]`."""
+        """What every slot sees, for each kind of layer that the drafter has; the arrays are `[N]`, as in `make_spans`."""
         return {
             kind: make_spans(
                 kind=kind,
@@ -89,6 +100,7 @@ class DFlashDrafter(nn.Module):
                 block_size=block_size,
                 context_tokens=context_tokens,
                 window=self.shape.sliding_window,
+                lengths=lengths,
             )
             for kind in dict.fromkeys(self.shape.layer_types)
         }

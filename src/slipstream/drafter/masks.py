@@ -54,11 +54,13 @@ def make_spans(
     block_size: int,
     context_tokens: int,
     window: int | None,
+    lengths: IntArray | None = None,
 ) -> Spans:
     """Spans of one kind of layer; `anchors`, `starts` (first row of the anchor's document) and `valid` are `[N]`.
 
-    A full layer sees all of the document before the anchor and the whole block. A sliding layer sees what is less than
-    `window` tokens before the slot, itself counted, and nothing after the slot: the served, token-level window.
+    A full layer sees all of the document before the anchor and the whole block, or its first `lengths` slots, 1 to B `[N]`: for
+    them the block is then one that was cut to as many. A sliding layer sees what is less than `window` tokens before the slot,
+    itself counted, and nothing after the slot: the served, token-level window.
     """
     anchor = np.repeat(np.where(valid, anchors, 0).astype(np.int32), block_size)
     lower = np.repeat(np.where(valid, starts, 0).astype(np.int32), block_size)
@@ -70,6 +72,8 @@ def make_spans(
         oldest = np.add.outer(anchor[::block_size], np.arange(-reach, block_size - reach, dtype=np.int32)).ravel()
         lower = np.minimum(np.maximum(lower, oldest), anchor)
     own_from, own_to = _own_spans(len(anchors), block_size, context_tokens, reach)
+    if lengths is not None and reach is None:
+        own_to = own_from + np.repeat(lengths.astype(np.int32), block_size)
     return Spans(
         context_tokens=context_tokens,
         block_size=block_size,

@@ -6,14 +6,14 @@ every position of every answer under the training mask; `walk` then jumps along 
 It holds for any target, recurrent layers included. Capturing the hidden states is the caller's.
 
 Exact to the last step: near the longest answer allowed, decoding cuts its blocks, and a bidirectional block that is cut
-drafts otherwise than a whole one; those few anchors are drafted again in decode mode, only where the path steps on them.
+drafts otherwise than a whole one. Those few anchors of a pack are scored once more, under a mask that ends where the cut is.
 
 Shape letters: T context tokens · N anchors · B block size · K tapped layers · D hidden · V vocabulary · M rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,17 +22,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from slipstream.drafter.attention import FlexAttention
 from slipstream.drafter.blocks import make_block_batch, place_batch
 from slipstream.evaluate.summary import AcceptancePath
+from slipstream.plan.evaluation import cover_rows
 from slipstream.records import BlockBatch, Int32Array, Pack, Use
 
 if TYPE_CHECKING:
     from slipstream.config import DrafterShape
     from slipstream.drafter.dflash import DFlashDrafter
     from slipstream.target.ends import FrozenEnds
-
-CutMatch = Callable[[int, int], int]
-"""`(position, slots)` → drafts that stand when the block at that position of the document is cut to so many slots."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,14 +76,13 @@ def simulate_pack(
     `uses` cover every anchor once (`plan_validation`). `max_lengths[document_id]` is the length in tokens, prompt included,
     that decoding would stop at (prompt + `max_new_tokens`).
     """
-    found = score_pack(
-        drafter=drafter, ends=ends, shape=shape, hidden_TKD=hidden_TKD, pack=pack, uses=uses, chunk_rows=chunk_rows
-    )
+    scoring = _Scoring(drafter=drafter, ends=ends, shape=shape, hidden_TKD=hidden_TKD, pack=pack, chunk_rows=chunk_rows)
+    found = scoring.whole_blocks(uses)
+    cut_T = scoring.cut_blocks(found, max_lengths=max_lengths, pack_anchors=len(uses[0].anchors) if uses else 0)
     paths = []
     for matches in found:
-        cut = CutBlocks(drafter=drafter, ends=ends, shape=shape, hidden_TKD=hidden_TKD, matches=matches)
-        max_length = max_lengths[matches.document_id]
-        path = walk(matches, block_size=shape.block_size, max_length=max_length, cut=cut.match)
+        cut_L = cut_T[matches.row : matches.row + len(matches.match_L)]
+        path = walk(matches, block_size=shape.block_size, max_length=max_lengths[matches.document_id], cut_L=cut_L)
         paths.append(DocumentPath(document_id=matches.document_id, path=path))
     return paths
 
@@ -104,77 +102,90 @@ def score_pack(
 
     Each use is one forward of the drafter under the training mask; logits are held `chunk_rows` rows at a time.
     """
-    match_T = np.zeros(pack.capacity_tokens, dtype=np.int32)
-    seen_T = np.zeros(pack.capacity_tokens, dtype=np.bool_)
-    for use in uses:
+    scoring = _Scoring(drafter=drafter, ends=ends, shape=shape, hidden_TKD=hidden_TKD, pack=pack, chunk_rows=chunk_rows)
+    return scoring.whole_blocks(uses)
+
+
+@dataclass(frozen=True, slots=True)
+class _Scoring:
+    """Drafts the blocks of one pack, a use at a time, and compares them with its tokens."""
+
+    drafter: DFlashDrafter
+    ends: FrozenEnds
+    shape: DrafterShape
+    hidden_TKD: Tensor
+    pack: Pack
+    chunk_rows: int
+
+    def whole_blocks(self, uses: Sequence[Use]) -> list[DocumentMatches]:
+        """By document, from uses that cover every anchor once."""
+        match_T, seen_T = self._nothing(), np.zeros(self.pack.capacity_tokens, dtype=np.bool_)
+        for use in uses:
+            anchors = use.anchors[use.anchor_valid]
+            assert not seen_T[anchors].any(), "plan_validation covers every anchor once"
+            seen_T[anchors] = True
+            match_T[anchors] = self._matches(use)[use.anchor_valid]
+        numbers = range(self.pack.num_documents)
+        return [_document(self.pack, number, match_T=match_T, seen_T=seen_T) for number in numbers]
+
+    def cut_blocks(self, found: Sequence[DocumentMatches], *, max_lengths: Mapping[int, int], pack_anchors: int) -> Int32Array:
+        """Matches int32 `[T]` at every position at which a block would be cut, 0 elsewhere; `pack_anchors` a use."""
+        size, cut_T = self.shape.block_size, self._nothing()
+        rows, slots, runs = [], [], []
+        for matches in found:
+            last, limit = len(matches.match_L) - 1, max_lengths[matches.document_id]
+            positions = np.arange(max(matches.answer_start, limit - size + 1), last, dtype=np.int32)
+            rows.append(positions + np.int32(matches.row))
+            slots.append(limit - positions)
+            runs.append(np.minimum(last - positions, size - 1))
+        row, slot, run = (np.concatenate(parts or [np.zeros(0, dtype=np.int32)]) for parts in (rows, slots, runs))
+        # flex attention in the shape of the other uses, which it is compiled for; SDPA no larger than it has to be
+        fixed = isinstance(self.drafter.kernel, FlexAttention)
+        room = pack_anchors if fixed else max(1, min(len(row), pack_anchors))
+        for use in cover_rows(row, runs=run, pack=self.pack, pack_anchors=room, block_size=size):
+            part = slice(use.use_number * room, use.use_number * room + int(use.anchor_valid.sum()))
+            lengths = np.full(room, size, dtype=np.int32)
+            lengths[use.anchor_valid] = slot[part]
+            match_N = np.minimum(self._matches(use, lengths=lengths), lengths - 1)
+            cut_T[row[part]] = match_N[use.anchor_valid]
+        return cut_T
+
+    def _nothing(self) -> Int32Array:
+        return np.zeros(self.pack.capacity_tokens, dtype=np.int32)
+
+    def _matches(self, use: Use, *, lengths: Int32Array | None = None) -> Int32Array:
+        """Drafts that stand at each anchor int32 `[N]`, of blocks that are cut to `lengths` slots `[N]`, or of whole ones."""
+        shape, drafter = self.shape, self.drafter
         batch = make_block_batch(
-            pack=pack, use=use, block_size=shape.block_size, mask_token_id=shape.mask_token_id, chunk_rows=chunk_rows
+            pack=self.pack,
+            use=use,
+            block_size=shape.block_size,
+            mask_token_id=shape.mask_token_id,
+            chunk_rows=self.chunk_rows,
         )
-        masks = drafter.make_masks(batch)
-        batch, embedding_VD = place_batch(batch, ends.embedding_VD, device=drafter.device)
-        hidden_NBD = drafter(hidden_TKD=hidden_TKD, batch=batch, embedding_VD=embedding_VD, masks=masks)
-        match_N = _match_lengths(hidden_NBD, head_VD=ends.head_VD, batch=batch, chunk_rows=chunk_rows)
-        anchors = use.anchors[use.anchor_valid]
-        assert not seen_T[anchors].any(), "plan_validation covers every anchor once"
-        seen_T[anchors] = True
-        match_T[anchors] = match_N[use.anchor_valid]
-    return [_document(pack, number, match_T=match_T, seen_T=seen_T) for number in range(pack.num_documents)]
+        masks = drafter.make_masks(batch, lengths=lengths)
+        batch, embedding_VD = place_batch(batch, self.ends.embedding_VD, device=drafter.device)
+        hidden_NBD = drafter(hidden_TKD=self.hidden_TKD, batch=batch, embedding_VD=embedding_VD, masks=masks)
+        return _match_lengths(hidden_NBD, head_VD=self.ends.head_VD, batch=batch, chunk_rows=self.chunk_rows)
 
 
-def walk(matches: DocumentMatches, *, block_size: int, max_length: int, cut: CutMatch) -> AcceptancePath:
+def walk(matches: DocumentMatches, *, block_size: int, max_length: int, cut_L: Int32Array) -> AcceptancePath:
     """Follow the positions that greedy decoding visits, from the answer's first token to its last.
 
     A step from position s produces `min(match + 1, last - s)` tokens. Where fewer than B positions are left before
-    `max_length`, the block is cut and `cut` says what stands of it.
+    `max_length`, the block is cut and `cut_L` int32 `[L]` says what stands of it.
     """
     lengths, accepted = [], []
     start, last = matches.answer_start, len(matches.match_L) - 1
     assert last < max_length, "an answer is not longer than it may be"
     while start < last:
         slots = min(block_size, max_length - start)
-        match = int(matches.match_L[start]) if slots == block_size else cut(start, slots)
+        match = int((matches.match_L if slots == block_size else cut_L)[start])
         length = min(match + 1, last - start)
         lengths.append(length)
         accepted.append(min(match, length))
         start += length
     return AcceptancePath(lengths=tuple(lengths), accepted=tuple(accepted))
-
-
-class CutBlocks:
-    """Drafts shorter blocks of one document in decode mode. Positions must be asked for in ascending order."""
-
-    def __init__(
-        self, *, drafter: DFlashDrafter, ends: FrozenEnds, shape: DrafterShape, hidden_TKD: Tensor, matches: DocumentMatches
-    ) -> None:
-        self._drafter, self._ends, self._mask_token_id = drafter, ends, shape.mask_token_id
-        self._matches = matches
-        self._hidden_LKD = hidden_TKD[matches.row : matches.row + len(matches.match_L)]
-        self._context: Any = None
-        self._written = 0
-
-    @torch.no_grad()
-    def match(self, position: int, slots: int) -> int:
-        """Leading drafts that equal the document's tokens, of a block of `slots` slots anchored at `position`."""
-        if self._context is None:
-            self._context = self._drafter.new_context()
-        self._drafter.extend_context(self._context, self._hidden_LKD[self._written : position], self._written)
-        self._written = position
-        block, embedding_VD = self._block(int(self._matches.token_ids[position]), slots)
-        hidden_BD = self._drafter.draft(self._context, block, position, embedding_VD)
-        drafted = _argmax(hidden_BD[1:], head_VD=self._ends.head_VD).cpu().numpy()
-        truth = self._matches.token_ids[position + 1 : position + slots]
-        return int((drafted[: len(truth)] == truth).cumprod().sum())
-
-    def _block(self, token_id: int, slots: int) -> tuple[Tensor, Tensor]:
-        """Token ids `[slots]` of a block, and the embedding that they number rows of: two rows of one that lies elsewhere."""
-        embedding_VD, device, mask_token_id = self._ends.embedding_VD, self._hidden_LKD.device, self._mask_token_id
-        if embedding_VD.device.type != device.type:
-            # not through pinned memory, of which a late first block would need more; drafting one waits anyway
-            embedding_VD = embedding_VD[torch.tensor([token_id, mask_token_id])].to(device)
-            token_id, mask_token_id = 0, 1
-        block = torch.full((slots,), mask_token_id, dtype=torch.long, device=device)
-        block[0] = token_id
-        return block, embedding_VD
 
 
 def _match_lengths(hidden_NBD: Tensor, *, head_VD: Tensor, batch: BlockBatch, chunk_rows: int) -> Int32Array:

@@ -46,10 +46,16 @@ def _cover(*, pack: Pack, documents: Sequence[Document], pack_anchors: int, bloc
         anchors = valid_anchors(document.loss_mask)
         rows.append(anchors + start)
         runs.append(run_lengths(document.loss_mask, anchors=anchors, block_size=block_size))
-    all_rows, all_runs = np.concatenate(rows), np.concatenate(runs)
+    return cover_rows(
+        np.concatenate(rows), runs=np.concatenate(runs), pack=pack, pack_anchors=pack_anchors, block_size=block_size
+    )
+
+
+def cover_rows(rows: Int32Array, *, runs: Int32Array, pack: Pack, pack_anchors: int, block_size: int) -> list[Use]:
+    """Uses of `pack_anchors` anchors each, at those rows of a pack, which supervise `runs` slots; both int32, in one order."""
     uses: list[Use] = []
-    for begin in range(0, len(all_rows), pack_anchors):
-        part = all_rows[begin : begin + pack_anchors]
+    for begin in range(0, len(rows), pack_anchors):
+        part = rows[begin : begin + pack_anchors]
         padded = np.zeros(pack_anchors, dtype=np.int32)
         padded[: len(part)] = part
         uses.append(
@@ -59,8 +65,8 @@ def _cover(*, pack: Pack, documents: Sequence[Document], pack_anchors: int, bloc
                 use_number=len(uses),
                 anchors=padded,
                 anchor_valid=np.arange(pack_anchors) < len(part),
-                supervised_per_slot=count_supervised(all_runs[begin : begin + pack_anchors], block_size=block_size),
-                is_last=begin + pack_anchors >= len(all_rows),
+                supervised_per_slot=count_supervised(runs[begin : begin + pack_anchors], block_size=block_size),
+                is_last=begin + pack_anchors >= len(rows),
             )
         )
     return uses
