@@ -130,24 +130,20 @@ class _Scoring:
 
     def cut_blocks(self, found: Sequence[DocumentMatches], *, max_lengths: Mapping[int, int], pack_anchors: int) -> Int32Array:
         """Matches int32 `[T]` at every position at which a block would be cut, 0 elsewhere; `pack_anchors` a use."""
-        size, cut_T = self.shape.block_size, self._nothing()
-        rows, slots, runs = [], [], []
+        size, slots_T, cut_T = self.shape.block_size, self._nothing(), self._nothing()
         for matches in found:
             last, limit = len(matches.match_L) - 1, max_lengths[matches.document_id]
             positions = np.arange(max(matches.answer_start, limit - size + 1), last, dtype=np.int32)
-            rows.append(positions + np.int32(matches.row))
-            slots.append(limit - positions)
-            runs.append(np.minimum(last - positions, size - 1))
-        row, slot, run = (np.concatenate(parts or [np.zeros(0, dtype=np.int32)]) for parts in (rows, slots, runs))
+            slots_T[matches.row + positions] = limit - positions
+        rows = np.flatnonzero(slots_T).astype(np.int32)
         # flex attention in the shape of the other uses, which it is compiled for; SDPA no larger than it has to be
         fixed = isinstance(self.drafter.kernel, FlexAttention)
-        room = pack_anchors if fixed else max(1, min(len(row), pack_anchors))
-        for use in cover_rows(row, runs=run, pack=self.pack, pack_anchors=room, block_size=size):
-            part = slice(use.use_number * room, use.use_number * room + int(use.anchor_valid.sum()))
-            lengths = np.full(room, size, dtype=np.int32)
-            lengths[use.anchor_valid] = slot[part]
+        room = pack_anchors if fixed else max(1, min(len(rows), pack_anchors))
+        for use in cover_rows(rows, pack=self.pack, pack_anchors=room, block_size=size):
+            valid = use.anchor_valid
+            lengths = np.where(valid, slots_T[use.anchors], np.int32(size))
             match_N = np.minimum(self._matches(use, lengths=lengths), lengths - 1)
-            cut_T[row[part]] = match_N[use.anchor_valid]
+            cut_T[use.anchors[valid]] = match_N[valid]
         return cut_T
 
     def _nothing(self) -> Int32Array:

@@ -34,25 +34,14 @@ def plan_validation(
     for number in range(packed.num_packs):
         chosen = [documents[place] for place in packed.document_ids[packed.starts[number] : packed.starts[number + 1]]]
         pack = make_pack(documents=chosen, pack_id=number, epoch=0, column=0, slot=number, pack_tokens=pack_tokens)
-        uses = _cover(pack=pack, documents=chosen, pack_anchors=pack_anchors, block_size=block_size)
-        planned.append((pack, uses))
+        anchors = valid_anchors(pack.loss_mask, starts=pack.starts)
+        planned.append((pack, cover_rows(anchors, pack=pack, pack_anchors=pack_anchors, block_size=block_size)))
     return planned
 
 
-def _cover(*, pack: Pack, documents: Sequence[Document], pack_anchors: int, block_size: int) -> list[Use]:
-    rows: list[Int32Array] = []
-    runs: list[Int32Array] = []
-    for start, document in zip(pack.starts, documents, strict=False):
-        anchors = valid_anchors(document.loss_mask)
-        rows.append(anchors + start)
-        runs.append(run_lengths(document.loss_mask, anchors=anchors, block_size=block_size))
-    return cover_rows(
-        np.concatenate(rows), runs=np.concatenate(runs), pack=pack, pack_anchors=pack_anchors, block_size=block_size
-    )
-
-
-def cover_rows(rows: Int32Array, *, runs: Int32Array, pack: Pack, pack_anchors: int, block_size: int) -> list[Use]:
-    """Uses of `pack_anchors` anchors each, at those rows of a pack, which supervise `runs` slots; both int32, in one order."""
+def cover_rows(rows: Int32Array, *, pack: Pack, pack_anchors: int, block_size: int) -> list[Use]:
+    """Uses of `pack_anchors` anchors each, at those rows of a pack, in their order."""
+    runs = run_lengths(pack.loss_mask, anchors=rows, block_size=block_size, starts=pack.starts)
     uses: list[Use] = []
     for begin in range(0, len(rows), pack_anchors):
         part = rows[begin : begin + pack_anchors]
