@@ -13,14 +13,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from slipstream.config import Recipe
+from slipstream.config import DrafterShape, Recipe, TargetInfo
 from slipstream.corpus.store import CorpusStore
 from slipstream.device.recorder import CudaRecorder
 from slipstream.launch.planning import RunPlan
 from slipstream.records import Int64Array
 from slipstream.target.frame import FrameSize
 from slipstream.target.graphs import consider_recording, run_crowded
-from slipstream.target.huggingface import HuggingFaceTarget
+from slipstream.target.huggingface import HuggingFaceTarget, load_target
 from slipstream.transport.layout import SlotLayout
 from slipstream.transport.slots import DTYPES
 
@@ -31,6 +31,18 @@ FEWEST_SEQUENCES = 16
 and those without work cost nanoseconds. Each size is a recording."""
 ROUNDED_TO = 128
 """Tokens that a block of queries has in attention: lengths between cost nothing."""
+
+
+def load_recipe_target(*, recipe: Recipe, info: TargetInfo, shape: DrafterShape, device: str) -> HuggingFaceTarget:
+    """The recipe's target, with the taps of its drafter. Raises `TargetError`."""
+    return load_target(
+        info=info,
+        dtype=recipe.target.dtype,
+        tap_layers=shape.tap_layers,
+        device=device,
+        packing=recipe.target.packing,
+        pack_tokens=recipe.plan.pack_tokens,
+    )
 
 
 def record_target(

@@ -31,11 +31,11 @@ from slipstream.launch.answers import Answer
 from slipstream.launch.bench.paired import PromptCounts
 from slipstream.launch.new_drafter import new_drafter
 from slipstream.launch.planning import RunPlan, ValidationPack, corpus_index, validation_packs
+from slipstream.launch.recording import load_recipe_target
 from slipstream.launch.roles.colocated import open_source
 from slipstream.observe import Account, MetricLog
 from slipstream.plan import Planner, make_schedule
 from slipstream.target.ends import load_frozen_ends
-from slipstream.target.huggingface import load_target
 from slipstream.trainer import ColumnShare, MainRank, RunParts, build_trainer
 
 
@@ -67,14 +67,7 @@ class Ground:
         self._shape = resolve_drafter(recipe=recipe, info=self._info)
         self._store = CorpusStore.open(Path(recipe.corpus.path))
         self._ends = load_frozen_ends(info=self._info, dtype=recipe.drafter.dtype, device=device)
-        self._target = load_target(
-            info=self._info,
-            dtype=recipe.target.dtype,
-            tap_layers=self._shape.tap_layers,
-            device=device,
-            packing=recipe.target.packing,
-            pack_tokens=recipe.plan.pack_tokens,
-        )
+        self._target = load_recipe_target(recipe=recipe, info=self._info, shape=self._shape, device=device)
         self._validation = validation_packs(answers=answers, recipe=recipe, first_pack=0)
         self._states = [self._capture(item, rounded=False) for item in self._validation]
 

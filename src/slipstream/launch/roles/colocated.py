@@ -10,12 +10,12 @@ from slipstream.config import DrafterShape, Recipe, TargetInfo
 from slipstream.launch.child import Control
 from slipstream.launch.new_drafter import NewDrafter
 from slipstream.launch.planning import RunPlan, slot_layout
-from slipstream.launch.recording import record_target
+from slipstream.launch.recording import load_recipe_target, record_target
 from slipstream.launch.roles import Job
 from slipstream.launch.roles.opening import open_job
 from slipstream.launch.training import train_drafter
 from slipstream.observe import Account
-from slipstream.target.huggingface import HuggingFaceTarget, load_target
+from slipstream.target.huggingface import HuggingFaceTarget
 from slipstream.transport.ends import HiddenSource
 from slipstream.transport.inline import InlineTransport
 from slipstream.transport.ledger import Assignment
@@ -29,14 +29,7 @@ def play_colocated(job: Job, control: Control, account: Account) -> dict[str, An
     recipe, info, shape = opened.recipe, opened.info, opened.shape
     with NewDrafter(job=job, recipe=recipe, shape=shape) as new:
         plan = opened.plan(job)
-        target = load_target(
-            info=info,
-            dtype=recipe.target.dtype,
-            tap_layers=shape.tap_layers,
-            device=job["device"],
-            packing=recipe.target.packing,
-            pack_tokens=recipe.plan.pack_tokens,
-        )
+        target = load_recipe_target(recipe=recipe, info=info, shape=shape, device=job["device"])
         new.ready()  # before launches are recorded: no other thread may copy to the GPU then
     layout = slot_layout(recipe=recipe, shape=shape, info=info)
     line = record_target(target, recipe=recipe, plan=plan, layout=layout, device=job["device"])

@@ -16,7 +16,7 @@ from slipstream.launch.borrowed import borrowed_ends
 from slipstream.launch.child import Control
 from slipstream.launch.new_drafter import new_drafter
 from slipstream.launch.planning import RunPlan, slot_layout
-from slipstream.launch.recording import record_target
+from slipstream.launch.recording import load_recipe_target, record_target
 from slipstream.launch.roles import Job
 from slipstream.launch.roles.opening import Opening, open_job
 from slipstream.launch.stages import time_stages
@@ -24,7 +24,7 @@ from slipstream.observe import Account, MetricLog
 from slipstream.records import Pack
 from slipstream.target.dtypes import DTYPES
 from slipstream.target.fingerprint import fingerprint_target
-from slipstream.target.huggingface import HuggingFaceTarget, load_target
+from slipstream.target.huggingface import HuggingFaceTarget
 from slipstream.trainer import ColumnShare, MainRank, RunParts, build_trainer
 from slipstream.trainer.warmup import MadeUpSource
 from slipstream.transport.slots import SlotPool
@@ -59,14 +59,7 @@ def play_probe_target(job: Job, control: Control, account: Account) -> dict[str,
     """Run packs of the plan through the target, one after the other, into a slot that nobody reads."""
     opened = open_job(job)
     plan = opened.plan(job)
-    target = load_target(
-        info=opened.info,
-        dtype=opened.recipe.target.dtype,
-        tap_layers=opened.shape.tap_layers,
-        device=job["device"],
-        packing=opened.recipe.target.packing,
-        pack_tokens=opened.recipe.plan.pack_tokens,
-    )
+    target = load_recipe_target(recipe=opened.recipe, info=opened.info, shape=opened.shape, device=job["device"])
     layout = slot_layout(recipe=opened.recipe, shape=opened.shape, info=opened.info)
     record_target(target, recipe=opened.recipe, plan=plan, layout=layout, device=job["device"])
     make = _maker(job=job, opened=opened, target=target, account=account)

@@ -10,12 +10,11 @@ from slipstream.device.shared import SharedMemory
 from slipstream.launch.child import Control
 from slipstream.launch.late_target import LateTarget
 from slipstream.launch.planning import RunPlan, slot_layout
-from slipstream.launch.recording import record_target
+from slipstream.launch.recording import load_recipe_target, record_target
 from slipstream.launch.roles import Job
 from slipstream.launch.roles.opening import open_job
 from slipstream.launch.stages import dry_watch, time_stages
 from slipstream.observe import Account
-from slipstream.target.huggingface import load_target
 from slipstream.transport.connections import connection_from_fd
 from slipstream.transport.ends import HiddenSink
 from slipstream.transport.shared import SharedSink
@@ -37,14 +36,7 @@ def play_target(job: Job, control: Control, account: Account) -> dict[str, Any]:
         )
         for rank, slots in enumerate(job["pool_slots"])
     ]
-    target = load_target(
-        info=info,
-        dtype=recipe.target.dtype,
-        tap_layers=shape.tap_layers,
-        device=job["device"],
-        packing=recipe.target.packing,
-        pack_tokens=recipe.plan.pack_tokens,
-    )
+    target = load_recipe_target(recipe=recipe, info=info, shape=shape, device=job["device"])
     line = record_target(target, recipe=recipe, plan=plan, layout=layout, device=job["device"])
     if line is not None:
         control.report("record", {**line, "worker": job["name"]})
