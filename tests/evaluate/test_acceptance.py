@@ -102,7 +102,7 @@ class Elsewhere(torch.Tensor):
         return torch.device("meta")
 
 
-def simulated(target, drafter, prompts, answers, *, new=NEW, pack_anchors=16, elsewhere=False):
+def simulated(target, drafter, prompts, answers, *, new=NEW, pack_anchors=16, elsewhere=False, capture=captured):
     documents = [
         answered_document(document_id=number, prompt_ids=prompt, answer_ids=answer)
         for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))
@@ -117,7 +117,7 @@ def simulated(target, drafter, prompts, answers, *, new=NEW, pack_anchors=16, el
             drafter=drafter,
             ends=ends,
             shape=drafter.shape,
-            hidden_TKD=captured(target, pack),
+            hidden_TKD=capture(target, pack),
             pack=pack,
             uses=uses,
             max_lengths={number: len(prompt) + new for number, prompt in enumerate(prompts)},
@@ -213,6 +213,29 @@ def test_how_packs_and_uses_are_cut_changes_nothing(tiny_target, prompts):
     assert simulated(target, drafter, prompts, answers, pack_anchors=128) == first
     alone = [simulated(target, drafter, [prompt], [answer])[0] for prompt, answer in zip(prompts, answers, strict=True)]
     assert alone == first
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_rows_that_are_not_finite_are_told_and_cost_no_other_document(value, tiny_target, prompts, caplog):
+    target, drafter = tiny_target("llama"), small_drafter(seed=0)
+    session = TargetSession(target, tap_layers=TAPS)
+    answers = [greedy_plain(session, prompt_ids=p, max_new_tokens=NEW, stop_token_ids=()).token_ids for p in prompts]
+
+    def damaged(with_value):
+        def capture(target, pack):
+            hidden_TKD = captured(target, pack)
+            for number in np.flatnonzero(pack.document_ids == 1):
+                hidden_TKD[pack.starts[number] : pack.starts[number + 1]] = with_value
+            return hidden_TKD
+
+        return capture
+
+    whole = simulated(target, drafter, prompts, answers)
+    assert caplog.text == "", "padding is no row"
+    found = simulated(target, drafter, prompts, answers, capture=damaged(value))
+    assert f"{len(prompts[1]) + len(answers[1])} hidden-state rows are not finite" in caplog.text
+    assert [*found[:1], *found[2:]] == [*whole[:1], *whole[2:]]
+    assert found == simulated(target, drafter, prompts, answers, capture=damaged(0.0))
 
 
 def test_answers_of_one_token_take_no_step(tiny_target, prompts):

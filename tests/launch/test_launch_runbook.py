@@ -127,7 +127,7 @@ def test_rows_that_were_not_finite_are_told(folder: RunFolder, caplog: pytest.Lo
     with caplog.at_level(logging.WARNING):
         book.take("target-1", "done", {"packs": 12, "bad_rows": 7})
     book.close()
-    assert "target-1: 7 hidden rows were not finite" in caplog.text
+    assert "target-1 made 7 hidden-state rows that are not finite" in caplog.text
     assert lines(folder) == [{"kind": "bad_rows", "step": 5, "worker": "target-1", "rows": 7}]
 
 

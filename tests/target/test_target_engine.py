@@ -15,6 +15,7 @@ from tiny_targets import KINDS, VOCAB, WINDOW, make_pack, save_target
 from torch import nn
 from transformers import Qwen2Config, Qwen2Model
 
+from slipstream.device.finite import not_finite
 from slipstream.errors import TargetError
 from slipstream.records import Pack
 from slipstream.target import elementwise, kernels
@@ -124,7 +125,7 @@ def test_last_hidden_states_go_through_the_models_norm(info, kind):
     assert not last[make_pack().num_tokens :].any()
 
 
-def test_non_finite_values_become_zero_and_padding_never_counts(info, kind):
+def test_rows_that_are_not_finite_are_kept_and_counted_and_padding_never_is(info, kind):
     target = engine_target(info, taps=(0, 1))
     pack = make_pack((20, 20), capacity=64)
     poisoned = int(pack.token_ids[30])
@@ -132,10 +133,10 @@ def test_non_finite_values_become_zero_and_padding_never_counts(info, kind):
     clean = capture(target, pack)
     target._model.embed_tokens.weight[poisoned] = float("inf")
     states = capture(target, pack)
-    assert torch.isfinite(states).all()
     assert torch.equal(states[:20], clean[:20]), "the reference kernels keep documents apart even for NaN"
-    assert not states[30].any()
-    assert 0 < target.bad_rows <= 20
+    assert not torch.isfinite(states[30]).any()
+    assert torch.isfinite(states[40:]).all()
+    assert target.bad_rows == not_finite(states).sum() > 0
 
 
 def test_a_slot_of_nan_or_of_zeros_ends_with_the_same_bits(target):
@@ -316,10 +317,9 @@ def test_compiled_elementwise_equals_the_plain_functions():
         slot, bad = torch.full((8, 3, 16), float("nan")), torch.zeros(8, dtype=torch.bool)
         for tap in range(3):
             traced(hidden, slot[:, tap], bad, torch.tensor([6], dtype=torch.int32))
-    assert torch.isfinite(slot).all()
+    assert torch.equal(slot[:6].nan_to_num(7.0), hidden[:6, None].expand(-1, 3, -1).nan_to_num(7.0)), "as they are"
     assert not slot[6:].any()
     assert bad.tolist() == [row == 2 for row in range(8)], "padding never counts"
-    assert torch.equal(slot[:2, 1], hidden[:2])
 
 
 def _tuple(value):

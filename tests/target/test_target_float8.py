@@ -14,6 +14,7 @@ from tiny_targets import KINDS, VOCAB, make_model, make_pack
 from transformers import Qwen2Config, Qwen2Model
 
 from slipstream.config import read_target_info
+from slipstream.device.finite import not_finite
 from slipstream.errors import TargetError
 from slipstream.target import float8, float8_elementwise, parity
 from slipstream.target.delta_net import DeltaNetMixer
@@ -119,10 +120,9 @@ def test_a_row_that_is_not_finite_is_counted_and_costs_no_other_document(info):
     clean = capture(target, pack)
     target._model.embed_tokens.weight[poisoned] = float("inf")
     states = capture(target, pack)
-    assert torch.isfinite(states).all()
     assert torch.equal(states[:20], clean[:20])
-    assert not states[30].any()
-    assert 0 < target.bad_rows <= 20
+    assert not torch.isfinite(states[30]).any()
+    assert target.bad_rows == not_finite(states).sum() > 0
 
 
 def test_large_matrices_are_one_byte_a_weight_and_gates_are_not_rounded(target, info, kind):

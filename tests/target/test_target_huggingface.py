@@ -9,6 +9,7 @@ from tiny_targets import HIDDEN, KINDS, LAYERS, VOCAB, WINDOW, make_pack, save_t
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from slipstream.device.finite import not_finite
 from slipstream.errors import TargetError
 from slipstream.target.huggingface import load_target
 from slipstream.target.isolation import measure_leak, pack_documents, perturb
@@ -172,25 +173,27 @@ def test_sliding_window_counts_within_a_document(tmp_path):
 
 
 @pytest.mark.parametrize("packing", ["packed", "padded"])
-def test_non_finite_rows_become_zero_and_are_counted(tmp_path, packing):
+def test_rows_that_are_not_finite_are_kept_and_counted(tmp_path, packing):
     target = load_target(info=save_target(tmp_path, "llama"), dtype="float32", tap_layers=(0, 1), packing=packing)
     pack = make_pack((20, 20), capacity=64)
     poisoned, clean = int(pack.token_ids[30]), capture(target, pack)
     assert poisoned not in pack.token_ids[:30]
     target._model.embed_tokens.weight[poisoned] = float("inf")
     states = capture(target, pack)
-    assert torch.isfinite(states).all()
-    assert not states[30].any()
+    assert not torch.isfinite(states[30]).any()
+    assert not states[40:].any()
     if packing == "padded":
         assert torch.equal(states[:20], clean[:20]), "the other document"
         assert 0 < target.bad_rows <= 20
     before = int(target.bad_rows)
-    assert before == int((states == 0).all(dim=2).any(dim=1)[:40].sum())
+    assert before == not_finite(states).sum()
+    assert torch.isfinite(target.hidden_states(pack, packing=target.packing)).all(), "proofs tell it by the count"
+    target.bad_rows.fill_(before)
     capture(target, pack)
     assert target.bad_rows == 2 * before, "counted over all captures"
 
 
-def test_one_bad_value_costs_only_itself_in_the_slot(tmp_path):
+def test_one_bad_value_stays_alone_in_the_slot(tmp_path):
     target = load_target(info=save_target(tmp_path, "llama"), dtype="float32", tap_layers=(0, 3))
     pack = make_pack()
     clean = capture(target, pack)
@@ -198,7 +201,7 @@ def test_one_bad_value_costs_only_itself_in_the_slot(tmp_path):
         lambda module, given, output: output.index_fill_(2, torch.tensor([5]), float("nan"))
     )
     states = capture(target, pack)
-    assert not states[:, 1, 5].any()
+    assert states[: pack.num_tokens, 1, 5].isnan().all()
     states[:, 1, 5] = clean[:, 1, 5]
     assert torch.equal(states, clean)
     assert target.bad_rows == pack.num_tokens

@@ -26,8 +26,9 @@ def quantise_rows(
 ) -> None:
     """Write rows of one tap into a slot: e4m3 `values_RD` and fp32 `scale_R`, on the device and stream of all of them.
 
-    What is not finite becomes 0 by selection, and its row is flagged in `bad_R` (bool, never cleared here); rows from
-    `num_tokens` int32 `[1]` on are padding: 0, scale 0, not flagged. `values_RD` and `scale_R` may be columns of a slot.
+    A row with a value that is not finite gets the scale NaN, so that none of it comes back finite, and is flagged in `bad_R`
+    (bool, never cleared here); its bytes are those of the row with 0 there. Rows from `num_tokens` int32 `[1]` on are padding:
+    0, scale 0, not flagged. `values_RD` and `scale_R` may be columns of a slot.
     """
     assert values_RD.dtype == DTYPE, values_RD.dtype
     if values_RD.device.type == "cuda":
@@ -38,13 +39,14 @@ def quantise_rows(
     wide_RD = hidden_RD.float()
     real_R = torch.ones_like(bad_R) if num_tokens is None else torch.arange(len(wide_RD)) < num_tokens
     finite_RD = torch.isfinite(wide_RD)
-    bad_R |= real_R & ~finite_RD.all(dim=-1)
+    spoilt_R = real_R & ~finite_RD.all(dim=-1)
+    bad_R |= spoilt_R
     kept_RD = torch.where(finite_RD & real_R[:, None], wide_RD, 0.0)
     top_R = kept_RD.abs().amax(dim=-1)
     kept_RD = torch.where((top_R >= _SMALLEST_TOP)[:, None], kept_RD, 0.0)
     power_R, inverse_R = _powers(top_R)
     values_RD.copy_((kept_RD * inverse_R[:, None]).clamp(-LARGEST, LARGEST).to(DTYPE))
-    scale_R.copy_(torch.where(top_R >= _SMALLEST_TOP, power_R, 0.0))
+    scale_R.copy_(torch.where(top_R >= _SMALLEST_TOP, power_R, 0.0).masked_fill(spoilt_R, torch.nan))
 
 
 def dequantise(values_TKD: Tensor, *, scale_TK: Tensor, out_TKD: Tensor) -> None:

@@ -59,8 +59,8 @@ def _quantise(  # type: ignore[no-untyped-def]
     code = tl.where(kept, code | ((bits >> 24) & 0x80), 0)
     tl.store(values + row * value_stride + lanes, code.to(tl.uint8), mask=inside)
     power = ((exponent - 8) << 23).to(tl.float32, bitcast=True)
-    tl.store(scale + row * scale_stride, tl.where(top >= SMALLEST_TOP, power, 0.0))
     any_bad = tl.max(spoilt.to(tl.int32), axis=0) > 0
+    tl.store(scale + row * scale_stride, tl.where(any_bad, float("nan"), tl.where(top >= SMALLEST_TOP, power, 0.0)))
     tl.store(bad + row, any_bad, mask=any_bad)
 
 

@@ -13,6 +13,7 @@ Shape letters: T context tokens · N anchors · B block size · K tapped layers 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from slipstream.device.finite import not_finite
 from slipstream.drafter.attention import FlexAttention
 from slipstream.drafter.blocks import make_block_batch, place_batch
 from slipstream.evaluate.summary import AcceptancePath
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
     from slipstream.config import DrafterShape
     from slipstream.drafter.dflash import DFlashDrafter
     from slipstream.target.ends import FrozenEnds
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +78,9 @@ def simulate_pack(
 
     Of an embedding that lies elsewhere than the drafter, in host memory, only the rows that blocks read are copied to it.
     `uses` cover every anchor once (`plan_validation`). `max_lengths[document_id]` is the length in tokens, prompt included,
-    that decoding would stop at (prompt + `max_new_tokens`).
+    that decoding would stop at (prompt + `max_new_tokens`). Hidden states that are not finite count as 0, and are told.
     """
+    hidden_TKD = _finite(hidden_TKD, pack=pack)
     scoring = _Scoring(drafter=drafter, ends=ends, shape=shape, hidden_TKD=hidden_TKD, pack=pack, chunk_rows=chunk_rows)
     found = scoring.whole_blocks(uses)
     cut_T = scoring.cut_blocks(found, max_lengths=max_lengths, pack_anchors=len(uses[0].anchors) if uses else 0)
@@ -196,6 +201,15 @@ def _match_lengths(hidden_NBD: Tensor, *, head_VD: Tensor, batch: BlockBatch, ch
     hits_NB = hits_Q.view(batch.labels_NB.shape)[:, 1:]
     match_N: Int32Array = hits_NB.int().cumprod(dim=1).sum(dim=1).cpu().numpy().astype(np.int32)
     return match_N
+
+
+def _finite(hidden_TKD: Tensor, *, pack: Pack) -> Tensor:
+    """The states, or a copy with 0 for what is not finite: a masked NaN would spoil the figures of all other documents."""
+    bad = int(not_finite(hidden_TKD[: pack.num_tokens]).sum())
+    if not bad:
+        return hidden_TKD
+    log.warning("pack %d: %d hidden-state rows are not finite; acceptance is measured with 0 there", pack.pack_id, bad)
+    return hidden_TKD.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 
 
 def _argmax(hidden_MD: Tensor, *, head_VD: Tensor) -> Tensor:

@@ -82,9 +82,7 @@ class RunBook:
             self._write({"kind": kind, "step": self._state["step"], "worker": worker, **payload})
         elif kind == "done" and payload.get("bad_rows"):
             rows = payload["bad_rows"]
-            log.warning(
-                "%s: %d hidden rows were not finite and were trained on as 0; see metrics of kind bad_rows", worker, rows
-            )
+            log.warning("%s made %d hidden-state rows that are not finite: steps that met them changed no weight", worker, rows)
             self._write({"kind": "bad_rows", "step": self._state["step"], "worker": worker, "rows": rows})
         if kind == "done" and "memory" in payload:
             self._write({"kind": "memory", "step": self._state["step"], **compare(self._folder.prediction, worker, payload)})

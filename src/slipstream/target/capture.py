@@ -47,9 +47,9 @@ class Target(Protocol):
 class SlotWriter:
     """Forward hooks on the tapped layers, which write straight into the open slot, so that no layer's output outlives it.
 
-    Non-finite values become 0 by selection, never by a product (0 · NaN is NaN); the rows they stood in are counted on the
-    device. Padding rows are 0. Inside the model a NaN knows no mask: in a packed row it spoils every document, and all their
-    rows are counted.
+    Values that are not finite are written as they are, so that whoever trains on them finds them and skips the step; the rows
+    they stand in are counted on the device. Padding rows are 0, by selection, never by a product (0 · NaN is NaN). Where
+    attention masks documents instead of keeping them apart, a NaN spoils every document of the row, and all are counted.
     """
 
     def __init__(self, *, layers: Sequence[nn.Module], device: torch.device) -> None:
@@ -81,7 +81,8 @@ class SlotWriter:
     def write_rows(self, destination_TD: Tensor, hidden_RLD: Tensor, *, scale_T: Tensor | None = None) -> None:
         """Copy the expected rows of one layer's output, cast first: what overflows the slot's type is not finite there.
 
-        With a `scale_T` they are rounded to e4m3 instead, here, on the stream that made them.
+        With a `scale_T` they are rounded to e4m3 instead, here, on the stream that made them; a row with a value that is not
+        finite gets the scale NaN.
         """
         frame = self._frame
         if frame is not None and destination_TD.device == hidden_RLD.device:
@@ -101,9 +102,8 @@ class SlotWriter:
                 quantise_rows(hidden_SD, values_RD=destination_TD[rows], scale_R=scale_T[rows], bad_R=self._bad_T[rows])
                 continue
             hidden_SD = hidden_RLD[span.row, : span.length].to(destination_TD.dtype)
-            finite_SD = torch.isfinite(hidden_SD)
-            destination_TD[rows] = torch.where(finite_SD, hidden_SD, torch.zeros_like(hidden_SD))
-            self._bad_T[rows] |= ~finite_SD.all(dim=-1)
+            destination_TD[rows] = hidden_SD
+            self._bad_T[rows] |= ~torch.isfinite(hidden_SD).all(dim=-1)
 
     def close(self) -> None:
         """End a pack: add its bad rows to the count, and let go of the slot."""

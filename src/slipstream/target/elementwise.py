@@ -70,15 +70,14 @@ def gated_norm(mixed_THE: Tensor, gate_THE: Tensor, scale_E: Tensor, eps: float)
 
 
 def keep_rows(hidden_TD: Tensor, slot_TD: Tensor, bad_T: Tensor, num_tokens: Tensor) -> None:
-    """Write a layer's output into a slot in one pass: what is not finite, and padding, as 0; flag rows in `bad_T` (bool).
+    """Write a layer's output into a slot in one pass, padding as 0, and flag rows that are not finite in `bad_T` (bool).
 
-    The choice is by selection: 0 · NaN is NaN. `num_tokens` `[1]` int32 on the device.
+    Padding is chosen by selection: 0 · NaN is NaN. `num_tokens` `[1]` int32 on the device.
     """
     cast_TD = hidden_TD.to(slot_TD.dtype)
     real_T = torch.arange(hidden_TD.shape[0], device=hidden_TD.device, dtype=torch.int32) < num_tokens
-    finite_TD = torch.isfinite(cast_TD)
-    slot_TD.copy_(torch.where(finite_TD & real_T[:, None], cast_TD, 0.0))
-    bad_T.copy_(bad_T | (real_T & ~finite_TD.all(dim=-1)))
+    slot_TD.copy_(torch.where(real_T[:, None], cast_TD, 0.0))
+    bad_T.copy_(bad_T | (real_T & ~torch.isfinite(cast_TD).all(dim=-1)))
 
 
 def normed(values: Tensor, eps: float) -> Tensor:

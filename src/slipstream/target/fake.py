@@ -57,10 +57,9 @@ class FakeTarget:
         for back in range(min(MEMORY_TOKENS, num_tokens)):
             seen_T = positions_T[back:] >= back
             states_TKD[back:] += seen_T[:, None, None] * embedded_TKD[: num_tokens - back] * DECAY**back
-        finite_TKD = torch.isfinite(states_TKD)
-        self.bad_rows += (~finite_TKD.all(dim=2).all(dim=1)).sum()
+        self.bad_rows += (~torch.isfinite(states_TKD).all(dim=2).all(dim=1)).sum()
         kept_TKD = torch.zeros(hidden_TKD.shape)
-        kept_TKD[:num_tokens] = torch.where(finite_TKD, states_TKD, torch.zeros_like(states_TKD))
+        kept_TKD[:num_tokens] = states_TKD
         if scale_TK is None:
             hidden_TKD.copy_(kept_TKD)
         else:

@@ -102,8 +102,8 @@ class HuggingFaceTarget:
 
         A slot of e4m3 values takes their fp32 scales in `scale_TK` `[T, K]`, and no other slot does.
         `last_hidden_TD` `[T, D]` takes the last layer's output after the final norm, for targets loaded with `last_hidden`.
-        Values that are not finite are written as 0 and their rows counted in `bad_rows`; padding rows are 0. The same pack
-        gives the same bits whatever ran before. Raises `TargetError` for a document that the target's rotary embedding
+        Rows with values that are not finite are written as they are and counted in `bad_rows`; padding rows are 0. The same
+        pack gives the same bits whatever ran before. Raises `TargetError` for a document that the target's rotary embedding
         cannot treat alone.
         """
         return self._capture(
@@ -111,12 +111,15 @@ class HuggingFaceTarget:
         )
 
     def hidden_states(self, pack: Pack, *, packing: Packing) -> Tensor:
-        """Hidden states `[T, K, D]` of a pack under any packing, in the target's own type, in new memory: for proofs."""
+        """Hidden states `[T, K, D]` of a pack under any packing, in the target's own type, in new memory: for proofs.
+
+        Values that are not finite are 0 here, so that they are told as what they are (`bad_rows`), not as a leak.
+        """
         shape = (pack.capacity_tokens, self.num_taps, self.hidden_size)
         hidden_TKD = torch.zeros(shape, dtype=self.dtype, device=self._device)
         last_hidden_TD = torch.zeros_like(hidden_TKD[:, 0]) if self.last_hidden else None
         self._capture(pack, packing=packing, hidden_TKD=hidden_TKD, last_hidden_TD=last_hidden_TD, scale_TK=None)
-        return hidden_TKD
+        return hidden_TKD.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
     @property
     def unrecordable(self) -> str | None:

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from slipstream.device.finite import not_finite
 from slipstream.drafter import place_batch
 from slipstream.errors import TargetError
 from slipstream.observe import Account
@@ -104,7 +105,7 @@ class ColumnPass:
         self.check(hidden, column)
         pack, step = column.use.pack_id, column.use.step
         with self.account.state("forward", pack=pack, step=step):
-            bad_rows = count_bad_rows(hidden.hidden_TKD)
+            bad_rows = not_finite(hidden.hidden_TKD).sum()
             placed = self._place(column)
             batch = placed.batch
             hidden_TKD = hidden.hidden_TKD if self.noise is None else self.noise(hidden.hidden_TKD, batch)
@@ -149,10 +150,3 @@ class ColumnPass:
         masks = self.drafter.make_masks(column.batch)  # from the CPU batch: reading anchors back would wait for the GPU
         batch, embedding_VD = place_batch(column.batch, self.ends.embedding_VD, device=self.device)
         return Placed(batch=batch, embedding_VD=embedding_VD, masks=masks)
-
-
-@torch.no_grad()
-def count_bad_rows(hidden_TKD: Tensor) -> Tensor:
-    """How many tokens have a value that is not finite: a scalar on the device, one pass over the slot."""
-    sums_T = hidden_TKD.flatten(1).sum(dim=1, dtype=torch.float32)
-    return (~torch.isfinite(sums_T)).sum()

@@ -16,9 +16,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from slipstream.device.finite import not_finite
 from slipstream.device.recorder import Recorder, Recording
 from slipstream.records import HiddenPack, StepResult
-from slipstream.trainer.column import ColumnPass, count_bad_rows
+from slipstream.trainer.column import ColumnPass
 from slipstream.trainer.optim import FlatAdamW
 from slipstream.trainer.prefetch import PreparedColumn
 from slipstream.trainer.step_end import StepEnd
@@ -86,7 +87,7 @@ class RecordedColumns:
             hidden_TKD = hidden.hidden_TKD
             assert hidden_TKD.dtype == self._hidden_TKD.dtype, f"a pack of {hidden_TKD.dtype}, not {self._hidden_TKD.dtype}"
             if plain.noise is not None:
-                self._bad_rows.copy_(count_bad_rows(hidden_TKD))
+                self._bad_rows.copy_(not_finite(hidden_TKD).sum())
                 hidden_TKD = plain.noise(hidden_TKD, column.batch)
             self._hidden_TKD.copy_(hidden_TKD)
             self._placing.send_to(self._settled, column.staged)
@@ -102,7 +103,7 @@ class RecordedColumns:
         placed = self._placing.placed(self._settled)
         self._batch = placed.batch
         if self._plain.noise is None:  # else they were counted before noise came to them
-            self._bad_rows.copy_(count_bad_rows(self._hidden_TKD))
+            self._bad_rows.copy_(not_finite(self._hidden_TKD).sum())
         hidden_NBD = self._plain.drafter(
             hidden_TKD=self._hidden_TKD, batch=placed.batch, embedding_VD=placed.embedding_VD, masks=placed.masks
         )
