@@ -18,6 +18,7 @@ import torch
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import flex_attention
 
+from slipstream.drafter.blocks import Send
 from slipstream.drafter.masks import Spans, dense_mask, flex_block_mask
 
 TILE_SLOTS = 128
@@ -27,8 +28,8 @@ TILE_SLOTS = 128
 class AttentionKernel(Protocol):
     """An implementation of attention."""
 
-    def mask(self, spans: Spans, *, device: torch.device) -> Any:
-        """What `attend` needs to know of who sees whom."""
+    def mask(self, spans: Spans, *, device: torch.device, send: Send | None = None) -> Any:
+        """What `attend` needs to know of who sees whom, brought to the device by `send` (or else by `to_device`)."""
 
     def attend(
         self,
@@ -64,11 +65,12 @@ class SdpaAttention:
     8 the tiles hold about a tenth of the `[Q, T + Q]` mask. On CUDA there is one tile, the whole mask.
     """
 
-    def mask(self, spans: Spans, *, device: torch.device) -> tuple[SdpaTile, ...]:
+    def mask(self, spans: Spans, *, device: torch.device, send: Send | None = None) -> tuple[SdpaTile, ...]:
         """Tiles in order of slots, covering all of them."""
         queries = len(spans.own_to)
         step = queries if device.type != "cpu" else max(1, TILE_SLOTS // spans.block_size) * spans.block_size
-        return tuple(_tile(spans, slice(first, min(first + step, queries)), device) for first in range(0, queries, step))
+        parts = [slice(first, min(first + step, queries)) for first in range(0, queries, step)]
+        return tuple(_tile(spans, slots, device=device, send=send) for slots in parts)
 
     def attend(
         self,
@@ -102,12 +104,13 @@ class SdpaAttention:
         return self.attend(query_HQC, *context, *own, mask=mask)
 
 
-def _tile(spans: Spans, slots: slice, device: torch.device) -> SdpaTile:
+def _tile(spans: Spans, slots: slice, *, device: torch.device, send: Send | None) -> SdpaTile:
     begin, end = spans.context_from[slots], spans.context_to[slots]
     seen = end > begin
     context = slice(int(begin[seen].min()), int(end[seen].max())) if seen.any() else slice(0, 0)
     if device.type != "cpu":
-        return SdpaTile(slots=slots, context=context, visible=dense_mask(spans, slots=slots, context=context, device=device))
+        visible = dense_mask(spans, slots=slots, context=context, device=device, send=send)
+        return SdpaTile(slots=slots, context=context, visible=visible)
     visible = dense_mask(spans, slots=slots, context=context)
     return SdpaTile(slots=slots, context=context, visible=None if bool(visible.all()) else visible)
 
@@ -115,9 +118,9 @@ def _tile(spans: Spans, slots: slice, device: torch.device) -> SdpaTile:
 class FlexAttention:
     """Flex attention, compiled on CUDA. On a CPU it runs forward only (its backward raises), which tests use."""
 
-    def mask(self, spans: Spans, *, device: torch.device) -> Any:
+    def mask(self, spans: Spans, *, device: torch.device, send: Send | None = None) -> Any:
         """The `BlockMask`, from arrays computed on the CPU."""
-        return flex_block_mask(spans, device=device)
+        return flex_block_mask(spans, device=device, send=send)
 
     def attend(
         self,

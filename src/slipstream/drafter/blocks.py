@@ -8,12 +8,17 @@ Shape letters: T context tokens · N anchors · B block size · M supervised row
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
 from slipstream.records import BlockBatch, BoolArray, Int64Array, Pack, Use
+
+Send = Callable[[torch.Tensor], torch.Tensor]
+"""Brings a tensor of the CPU to the drafter's device."""
 
 
 def make_block_batch(*, pack: Pack, use: Use, block_size: int, mask_token_id: int, chunk_rows: int) -> BlockBatch:
@@ -62,8 +67,12 @@ def make_block_batch(*, pack: Pack, use: Use, block_size: int, mask_token_id: in
 
 def batch_to(batch: BlockBatch, *, device: torch.device | str) -> BlockBatch:
     """The same batch with its tensors on a device. On CUDA they go through pinned memory, so that no copy waits."""
+    return _sent(batch, partial(to_device, device=device))
+
+
+def _sent(batch: BlockBatch, send: Send) -> BlockBatch:
     moved: dict[str, Any] = {
-        field.name: to_device(value, device=device)
+        field.name: send(value)
         for field in dataclasses.fields(batch)
         if isinstance(value := getattr(batch, field.name), torch.Tensor)
     }
@@ -77,13 +86,17 @@ def to_device(tensor: torch.Tensor, *, device: torch.device | str) -> torch.Tens
 
 
 def place_batch(
-    batch: BlockBatch, embedding_VD: torch.Tensor, *, device: torch.device | str
+    batch: BlockBatch, embedding_VD: torch.Tensor, *, device: torch.device | str, send: Send | None = None
 ) -> tuple[BlockBatch, torch.Tensor]:
-    """A CPU batch on a device, and the embedding that it reads there: of one that lies elsewhere only the batch's own rows."""
+    """A CPU batch on a device, and the embedding that it reads there: of one that lies elsewhere only the batch's own rows.
+
+    Sent by `send`, or else by `to_device`.
+    """
+    send = send or partial(to_device, device=device)
     if embedding_VD.device.type != torch.device(device).type:
         batch, rows_UD = embedding_rows(batch, embedding_VD)
-        embedding_VD = to_device(rows_UD, device=device)
-    return batch_to(batch, device=device), embedding_VD
+        embedding_VD = send(rows_UD)
+    return _sent(batch, send), embedding_VD
 
 
 def embedding_rows(batch: BlockBatch, embedding_VD: torch.Tensor) -> tuple[BlockBatch, torch.Tensor]:

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from slipstream.config import DrafterShape
 from slipstream.config.recipe import LayerType
 from slipstream.drafter.attention import SdpaAttention, choose_attention
+from slipstream.drafter.blocks import Send
 from slipstream.drafter.decode import DraftContext
 from slipstream.drafter.fused import BlockRows, fused_context, fused_layers, fused_norm
 from slipstream.drafter.initial import draw_weights
@@ -62,10 +63,10 @@ class DFlashDrafter(nn.Module):
         """`initialise` in small parts, for a thread that may have to end early."""
         return draw_weights(self.parameters(), seed=seed, std=self.shape.initializer_range)
 
-    def make_masks(self, batch: BlockBatch, *, lengths: IntArray | None = None) -> Masks:
+    def make_masks(self, batch: BlockBatch, *, lengths: IntArray | None = None, send: Send | None = None) -> Masks:
         """Masks of a batch for all layers, of blocks that are cut to `lengths` slots `[N]`, or of whole ones.
 
-        From a batch on the CPU this waits for nothing; from one on CUDA, for the GPU.
+        From a batch on the CPU this waits for nothing; from one on CUDA, for the GPU. `send` brings arrays to the device.
         """
         anchors, starts, valid = (
             tensor.cpu().numpy() for tensor in (batch.anchors_N, batch.anchor_start_N, batch.anchor_valid_N)
@@ -78,7 +79,7 @@ class DFlashDrafter(nn.Module):
             block_size=batch.positions_NB.shape[1],
             lengths=lengths,
         )
-        return {kind: self.kernel.mask(seen, device=self.device) for kind, seen in spans.items()}
+        return {kind: self.kernel.mask(seen, device=self.device, send=send) for kind, seen in spans.items()}
 
     def layer_spans(
         self,

@@ -19,7 +19,7 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask
 
 from slipstream.config.recipe import LayerType
-from slipstream.drafter.blocks import to_device
+from slipstream.drafter.blocks import Send, to_device
 from slipstream.records import BoolArray, Int32Array, Int64Array
 
 TILE = 128
@@ -94,12 +94,19 @@ def _own_spans(blocks: int, block_size: int, first_key: int, reach: int | None) 
 
 
 def dense_mask(
-    spans: Spans, *, slots: slice = slice(None), context: slice | None = None, device: torch.device | str = "cpu"
+    spans: Spans,
+    *,
+    slots: slice = slice(None),
+    context: slice | None = None,
+    device: torch.device | str = "cpu",
+    send: Send | None = None,
 ) -> torch.Tensor:
     """Bool `[slots, context + slots]`, true where seen: the part of the mask for a range of whole blocks and of context rows.
 
-    `slots` covers whole blocks, `context` the rows whose keys are handed over; by default all of both.
+    `slots` covers whole blocks, `context` the rows whose keys are handed over; by default all of both. Spans go to the device
+    by `send`, or else by `to_device`.
     """
+    send = send or functools.partial(to_device, device=device)
     context = slice(0, spans.context_tokens) if context is None else context
     first, last, _ = slots.indices(len(spans.own_to))
     keys = torch.cat(
@@ -109,7 +116,7 @@ def dense_mask(
         )
     )
     context_from, context_to, own_from, own_to = (
-        torch.from_numpy(span[slots]).to(device)[:, None]
+        send(torch.from_numpy(span[slots]))[:, None]
         for span in (spans.context_from, spans.context_to, spans.own_from, spans.own_to)
     )
     return ((keys >= context_from) & (keys < context_to)) | ((keys >= own_from) & (keys < own_to))
@@ -164,22 +171,22 @@ def tile_indices(spans: Spans) -> tuple[TileIndices, TileIndices]:
     return by_queries, by_keys
 
 
-def flex_block_mask(spans: Spans, *, device: torch.device | str = "cpu") -> BlockMask:
-    """Flex attention's `BlockMask`, equal to what `create_block_mask` finds by evaluating the whole mask."""
+def flex_block_mask(spans: Spans, *, device: torch.device | str = "cpu", send: Send | None = None) -> BlockMask:
+    """Flex attention's `BlockMask`, equal to what `create_block_mask` finds by evaluating the whole mask.
+
+    Its arrays go to the device by `send`, or else by `to_device`.
+    """
+    send = send or functools.partial(to_device, device=device)
     arrays: dict[str, Any] = {}
     for names, side in zip((("kv", "full_kv"), ("q", "full_q")), tile_indices(spans), strict=True):
         for name, count, indices in zip(names, (side.num_partial, side.num_full), (side.partial, side.full), strict=True):
-            arrays[f"{name}_num_blocks"] = _on(count[None, None], device)
-            arrays[f"{name}_indices"] = _on(indices[None, None], device)
+            arrays[f"{name}_num_blocks"] = send(torch.from_numpy(count[None, None]))
+            arrays[f"{name}_indices"] = send(torch.from_numpy(indices[None, None]))
     captured = (spans.context_from, spans.context_to, spans.own_from, spans.own_to)
-    mask_mod = span_mask_mod(*(_on(span, device) for span in captured))
+    mask_mod = span_mask_mod(*(send(torch.from_numpy(span)) for span in captured))
     queries = len(spans.own_to)
     lengths = (queries, spans.context_tokens + queries)
     return BlockMask(seq_lengths=lengths, BLOCK_SIZE=(TILE, TILE), mask_mod=mask_mod, **arrays)
-
-
-def _on(array: Int32Array, device: torch.device | str) -> torch.Tensor:
-    return to_device(torch.from_numpy(array), device=device)
 
 
 def _at(spans: tuple[Int32Array, Int32Array], slots: slice) -> Int32Array:

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from slipstream.device.finite import not_finite
+from slipstream.device.sender import BatchSender
 from slipstream.drafter.attention import FlexAttention
 from slipstream.drafter.blocks import make_block_batch, place_batch
 from slipstream.evaluate.summary import AcceptancePath
@@ -73,15 +74,24 @@ def simulate_pack(
     uses: Sequence[Use],
     max_lengths: Mapping[int, int],
     chunk_rows: int = 1024,
+    send: BatchSender | None = None,
 ) -> list[DocumentPath]:
     """The decode path of every document of a pack, a prompt and the target's greedy answer each.
 
     Of an embedding that lies elsewhere than the drafter, in host memory, only the rows that blocks read are copied to it.
     `uses` cover every anchor once (`plan_validation`). `max_lengths[document_id]` is the length in tokens, prompt included,
-    that decoding would stop at (prompt + `max_new_tokens`). Hidden states that are not finite count as 0, and are told.
+    that decoding would stop at (prompt + `max_new_tokens`). Hidden states that are not finite count as 0, and are told. Who
+    calls again and again keeps a `send`: then nothing is allocated that the first calls had not.
     """
-    hidden_TKD = _finite(hidden_TKD, pack=pack)
-    scoring = _Scoring(drafter=drafter, ends=ends, shape=shape, hidden_TKD=hidden_TKD, pack=pack, chunk_rows=chunk_rows)
+    scoring = _Scoring(
+        drafter=drafter,
+        ends=ends,
+        shape=shape,
+        hidden_TKD=_finite(hidden_TKD, pack=pack),
+        pack=pack,
+        chunk_rows=chunk_rows,
+        send=send or BatchSender(drafter.device),
+    )
     found = scoring.whole_blocks(uses)
     cut_T = scoring.cut_blocks(found, max_lengths=max_lengths, pack_anchors=len(uses[0].anchors) if uses else 0)
     paths = []
@@ -107,7 +117,10 @@ def score_pack(
 
     Each use is one forward of the drafter under the training mask; logits are held `chunk_rows` rows at a time.
     """
-    scoring = _Scoring(drafter=drafter, ends=ends, shape=shape, hidden_TKD=hidden_TKD, pack=pack, chunk_rows=chunk_rows)
+    send = BatchSender(drafter.device)
+    scoring = _Scoring(
+        drafter=drafter, ends=ends, shape=shape, hidden_TKD=hidden_TKD, pack=pack, chunk_rows=chunk_rows, send=send
+    )
     return scoring.whole_blocks(uses)
 
 
@@ -121,6 +134,7 @@ class _Scoring:
     hidden_TKD: Tensor
     pack: Pack
     chunk_rows: int
+    send: BatchSender
 
     def whole_blocks(self, uses: Sequence[Use]) -> list[DocumentMatches]:
         """By document, from uses that cover every anchor once."""
@@ -164,10 +178,12 @@ class _Scoring:
             mask_token_id=shape.mask_token_id,
             chunk_rows=self.chunk_rows,
         )
-        masks = drafter.make_masks(batch, lengths=lengths)
-        batch, embedding_VD = place_batch(batch, self.ends.embedding_VD, device=drafter.device)
+        masks = drafter.make_masks(batch, lengths=lengths, send=self.send)
+        batch, embedding_VD = place_batch(batch, self.ends.embedding_VD, device=drafter.device, send=self.send)
         hidden_NBD = drafter(hidden_TKD=self.hidden_TKD, batch=batch, embedding_VD=embedding_VD, masks=masks)
-        return _match_lengths(hidden_NBD, head_VD=self.ends.head_VD, batch=batch, chunk_rows=self.chunk_rows)
+        match_N = _match_lengths(hidden_NBD, head_VD=self.ends.head_VD, batch=batch, chunk_rows=self.chunk_rows)
+        self.send.arrived()
+        return match_N
 
 
 def walk(matches: DocumentMatches, *, block_size: int, max_length: int, cut_L: Int32Array) -> AcceptancePath:
@@ -190,7 +206,7 @@ def walk(matches: DocumentMatches, *, block_size: int, max_length: int, cut_L: I
 
 
 def _match_lengths(hidden_NBD: Tensor, *, head_VD: Tensor, batch: BlockBatch, chunk_rows: int) -> Int32Array:
-    """Leading runs of hits int32 `[N]` over the supervised slots of each anchor."""
+    """Leading runs of hits int32 `[N]` over the supervised slots of each anchor. Waits for the device."""
     hidden_QD = hidden_NBD.flatten(0, 1)
     rows_M = batch.rows_M[: batch.num_rows]
     labels_M = batch.labels_NB.flatten()[rows_M]

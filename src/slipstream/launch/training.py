@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from slipstream.config import DrafterShape, Recipe, TargetInfo
+from slipstream.device.sender import BatchSender
 from slipstream.drafter import DFlashDrafter
 from slipstream.evaluate.acceptance import simulate_pack
 from slipstream.evaluate.summary import count_path, num_counts, summarise_counts
@@ -140,6 +141,7 @@ class Validation:
     ) -> None:
         self._source, self._drafter, self._ends, self._shape = source, drafter, ends, shape
         self._packs, self._group = plan.measured_by(rank), group
+        self._send = BatchSender(drafter.device)
         documents = sorted(int(number) for item in plan.validation for number in item.pack.document_ids)
         self._row_of = {number: row for row, number in enumerate(documents)}
 
@@ -172,6 +174,7 @@ class Validation:
                 pack=item.pack,
                 uses=item.uses,
                 max_lengths=item.max_lengths,
+                send=self._send,
             )
             for document in found:
                 row = counts[self._row_of[document.document_id]]
