@@ -119,6 +119,24 @@ def test_three_jittering_workers_and_one_killed_change_nothing(
     assert_equal(state_of(result.folder), reference)
 
 
+def test_a_target_worker_that_hangs_is_started_again_and_changes_nothing(
+    material: dict[str, str], tmp_path: Path, reference: dict[str, torch.Tensor], children: list[Child]
+) -> None:
+    """Stopped in mid-run and never continued: it neither ends nor says a word, as one whose GPU or disk does not answer."""
+
+    def on_report(worker: str, kind: str, payload: Any) -> None:
+        if kind == "record" and payload["kind"] == "train" and payload["step"] == 8:
+            next(child for child in children if child.name == "target-0").process.send_signal(signal.SIGSTOP)
+
+    recipe = tiny_recipe(material, tmp_path, name="hung", placement__stall_seconds=2.0, **REPLAYED)
+    result = run(recipe, on_report=on_report)
+    hung, again = (child for child in children if child.name == "target-0")
+    assert hung.process.returncode == -signal.SIGKILL
+    assert "longer than placement.stall_seconds = 2" in str(hung.failure)
+    assert again.process.returncode == 0
+    assert_equal(state_of(result.folder), reference)
+
+
 def test_interrupted_and_resumed_equals_uninterrupted(
     material: dict[str, str], tmp_path: Path, reference: dict[str, torch.Tensor], children: list[Child]
 ) -> None:

@@ -20,8 +20,18 @@ from slipstream.launch.supervisor import Supervisor
 from slipstream.transport.broker import Broker
 from slipstream.transport.connections import connection_pair
 from slipstream.transport.ledger import PackOrder
+from slipstream.transport.stats import Silence
 
 DIES = "print('out of luck', flush=True); os._exit(3)"
+HANGS = """
+import faulthandler
+faulthandler.register(signal.SIGUSR1)
+def somewhere_deep():
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    say("ready")
+    time.sleep(600)
+somewhere_deep()
+"""
 WORKS = """
 say("ready")
 control.recv()
@@ -39,6 +49,8 @@ class Stage:
     """Scripts of target worker 0, one for each attempt; the last one for all further."""
     ready_seconds: float = 30
     max_restarts: int = 2
+    stall_seconds: float = 30
+    silent: Callable[[int], Silence | None] = lambda index: None
     on_report: Callable[[str, str, Any], None] = lambda worker, kind, payload: None
     started: list[Child] = field(default_factory=list)
     detached: list[int] = field(default_factory=list)
@@ -52,6 +64,9 @@ class Stage:
     def detach(self, index: int, cause: str) -> None:
         self.detached.append(index)
         assert not self.started[-1].alive, "a worker that is taken back from can write no more"
+
+    def silence(self, index: int) -> Silence | None:
+        return self.silent(index)
 
     def close_broker(self, reason: str, lost: str | None) -> None:
         """The broker's close tells the targets, who end; here a message does."""
@@ -69,6 +84,7 @@ class Stage:
             num_targets=1 if self.targets else 0,
             max_restarts=self.max_restarts,
             ready_seconds=self.ready_seconds,
+            stall_seconds=self.stall_seconds,
             on_report=self.hear,
             close_broker=self.close_broker,
         )
@@ -113,6 +129,42 @@ def test_a_target_worker_that_dies_too_often_ends_the_run_and_is_named_to_all(tm
     assert [payload["attempt"] for _, kind, payload in stage.reports if kind == "restart"] == [1, 2]
     assert stage.closed[0][1] == "target-0", "consumers get PeerDied with its name"
     assert stage.closed[0][0].startswith("target worker 0 ended 3 times")
+
+
+def test_a_target_worker_that_hangs_says_where_it_is_and_is_started_again(tmp_path: Path) -> None:
+    """One that is quiet for less stays; one that waits for a slot has nothing in hand, and is not asked how long."""
+    stage = Stage(tmp_path, targets=[HANGS, WORKS], stall_seconds=5.0)
+    quiet = iter([None, 4.9, 5.1])
+
+    def silent(index: int) -> Silence | None:
+        assert index == 0
+        seconds = next(quiet, None)
+        return None if seconds is None else Silence(seconds=seconds, packs=(7, 8))
+
+    def on_report(worker: str, kind: str, payload: Any) -> None:
+        if (worker, kind) == ("target-0", "ready") and len(stage.started) == 3:
+            stage.started[-1].control.send(("more",))
+            stage.tell_drafter()
+
+    stage.silent, stage.on_report = silent, on_report
+    assert stage.run() == {"status": "interrupted"}
+    hung = stage.started[1]
+    assert hung.process.returncode == -signal.SIGKILL
+    assert hung.failure is not None
+    assert "it had pack 7, 8 in hand and handed none over for 5 s, longer than placement.stall_seconds = 5" in hung.failure
+    assert "in somewhere_deep" in hung.log.read_text()
+    assert stage.detached == [0]
+    assert ("target-0", "restart", {"attempt": 1}) in stage.reports
+
+
+def test_a_target_worker_that_no_signal_ends_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = Stage(tmp_path, targets=[DEAF], stall_seconds=5.0)
+    quiet = iter([6.0, 36.0])
+    stage.silent = lambda index: Silence(seconds=next(quiet), packs=(3,))
+    monkeypatch.setattr(Child, "kill_hung", lambda child, why: None)
+    with pytest.raises(WorkerFailed, match=r"target-0 is stuck in the kernel, where it cannot be killed: it had pack 3"):
+        stage.run()
+    assert stage.closed[0][1] == "target-0"
 
 
 def test_a_mistake_of_the_user_is_not_tried_again(tmp_path: Path) -> None:
@@ -186,6 +238,7 @@ def over(drafters: list[Child]) -> Supervisor:
         num_targets=0,
         max_restarts=0,
         ready_seconds=30,
+        stall_seconds=30.0,
         on_report=lambda worker, kind, payload: None,
         close_broker=lambda reason, lost: None,
     )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 
 from slipstream.transport.broker import Broker
@@ -63,3 +65,44 @@ def test_a_consumer_that_does_not_read_holds_up_nobody_and_is_told_everything_la
     sink.close()
     for connection in (slow, quick):
         connection.close()
+
+
+def until(wanted: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not wanted():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_worker_is_silent_only_while_it_has_packs_in_hand() -> None:
+    """It waits for a slot with nothing in hand for as long as it likes; each word begins the count anew."""
+    broker = Broker(order=[PackOrder(pack_id=i, rank=0, slot=i % 2) for i in range(6)], slot_bytes=1)
+    broker.start()
+    consumer = attached(broker, 0)
+    ours, theirs = connection_pair()
+    broker.attach_producer("target-0", ours)
+    sink = SharedSink(connection=theirs, pools=[NoPool()], fingerprint="f" * 64)  # type: ignore[list-item]
+    assert broker.silence("target-0") is None
+    assert broker.silence("target-1") is None
+    first, second = sink.acquire(), sink.acquire()
+    assert first is not None
+    assert second is not None
+    time.sleep(0.3)
+    silence = broker.silence("target-0")
+    assert silence is not None
+    assert silence.packs == (0, 1)
+    assert 0.3 <= silence.seconds < 5
+    sink.publish(first)
+    until(lambda: (found := broker.silence("target-0")) is not None and found.packs == (1,))
+    silence = broker.silence("target-0")
+    assert silence is not None
+    assert silence.seconds < 0.3
+    sink.publish(second)
+    threading.Thread(target=sink.acquire, daemon=True).start()  # both slots are taken: it waits
+    until(lambda: broker.silence("target-0") is None)
+    time.sleep(0.1)
+    assert broker.silence("target-0") is None
+    broker.detach_producer("target-0")
+    assert broker.silence("target-0") is None
+    broker.close()
+    consumer.close()

@@ -5,10 +5,12 @@ Waits for: its job on standard input. Ends by itself when the supervisor is gone
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import json
 import logging
 import os
+import signal
 import sys
 import threading
 import traceback
@@ -68,6 +70,7 @@ def main() -> int:
     """Play one role. Exit code 0 when done, the error's own code when it failed."""
     job: dict[str, Any] = json.load(sys.stdin)
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {job['name']} %(levelname)s %(name)s: %(message)s", force=True)
+    faulthandler.register(signal.SIGUSR1)  # to standard error, which is the log: where all threads are, also in C code
     descriptors: dict[str, int] = job["descriptors"]
     if "lock" in descriptors:  # held by being open, in this process and in no other that it may start
         os.set_inheritable(descriptors["lock"], False)

@@ -40,6 +40,7 @@ from slipstream.report.verdict import Verdict
 from slipstream.trainer.checkpoint import latest, read_cursor
 from slipstream.transport.broker import Broker
 from slipstream.transport.connections import connection_pair
+from slipstream.transport.stats import Silence
 
 Report = Callable[[str, str, Any], None]
 
@@ -197,6 +198,7 @@ class _Run:
                 num_targets=recipe.placement.target_workers if split else 0,
                 max_restarts=recipe.placement.max_restarts,
                 ready_seconds=recipe.placement.ready_seconds,
+                stall_seconds=recipe.placement.stall_seconds,
                 on_report=self.book.take,
                 close_broker=self._close_broker,
             )
@@ -261,6 +263,7 @@ class _Run:
             num_targets=0,
             max_restarts=0,
             ready_seconds=self.flight.recipe.placement.ready_seconds,
+            stall_seconds=self.flight.recipe.placement.stall_seconds,
             on_report=self.book.take,
             close_broker=lambda reason, lost: None,
         )
@@ -345,6 +348,10 @@ class _TargetStarter:
     def detach(self, index: int, cause: str) -> None:
         assert self.run.broker is not None
         self.run.broker.detach_producer(self.names[index])
+
+    def silence(self, index: int) -> Silence | None:
+        assert self.run.broker is not None
+        return self.run.broker.silence(self.names[index])
 
 
 def _check_resume(flight: Preflight) -> None:

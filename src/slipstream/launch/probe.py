@@ -112,6 +112,7 @@ def _run(
         num_targets=0,
         max_restarts=0,
         ready_seconds=flight.recipe.placement.ready_seconds,
+        stall_seconds=flight.recipe.placement.stall_seconds,
         on_report=hear,
         close_broker=lambda reason, lost: None,
     ).run()

@@ -27,6 +27,8 @@ from slipstream.transport.connections import connection_pair
 TAIL_BYTES = 4000
 TERMINATE_SECONDS = 5.0
 KILL_SECONDS = 10.0
+STACKS_SECONDS = 0.5
+"""What a hung child gets to write down where its threads are."""
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +62,14 @@ class Child:
             how = f"signal {signal.Signals(-code).name}"
         text = self.failure or log_tail(self.log)
         return f"{self.name} ({how}), log {self.log}" + (f":\n{text}" if text else "")
+
+    def kill_hung(self, why: str) -> None:
+        """Have a child that does nothing say where it is, in its log, and kill it. `why` is told as its failure."""
+        self.process.send_signal(signal.SIGUSR1)
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(timeout=STACKS_SECONDS)
+        self.process.kill()
+        self.failure = f"{why}; where its threads were is at the end of its log"
 
     def ask_to_stop(self) -> None:
         """Ask the child to finish its step and end. A child that is gone is left to the caller's next look."""

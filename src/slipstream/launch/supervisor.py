@@ -19,9 +19,12 @@ from typing import Any, NoReturn, Protocol
 
 from slipstream.errors import Interrupted, PeerDied, UsageError, WorkerFailed
 from slipstream.launch.processes import Child, end_all
+from slipstream.transport.stats import Silence
 
 POLL_SECONDS = 0.5
 GRACE_SECONDS = 30.0
+STUCK_SECONDS = 30.0
+"""A hung child that is still there so long after it was killed is stuck in a driver."""
 CAUSE_SECONDS = 5.0
 """How long one drafter's loss of another waits for that one to be heard: the first to end need not be the one that failed."""
 
@@ -37,10 +40,15 @@ class WorkerStarter(Protocol):
     def detach(self, index: int, cause: str) -> None:
         """Take back what the dead worker had in hand."""
 
+    def silence(self, index: int) -> Silence | None:
+        """How long the worker has had packs in hand without a word; none if it has none."""
+
 
 @dataclass(slots=True)
 class Supervisor:
     """Runs drafters (or colocated processes) to their end, with target workers that may be restarted.
+
+    A target worker that has packs in hand and hands none over for `stall_seconds` is killed, then treated as one that died.
 
     `on_report(name, kind, payload)` sees every report; `close_broker(reason, lost)` tells the transport's ends why it closes,
     and which peer is lost, if one is. Raises `WorkerFailed` when a drafter dies or a target worker dies too
@@ -52,6 +60,7 @@ class Supervisor:
     num_targets: int
     max_restarts: int
     ready_seconds: float
+    stall_seconds: float
     on_report: Callable[[str, str, Any], None]
     close_broker: Callable[[str, str | None], None]
     targets: list[Child] = field(default_factory=list)
@@ -90,6 +99,7 @@ class Supervisor:
         children = [child for child in (*self.drafters, *self.targets) if not child.done]
         self._listen(children)
         self._check_ready(children)
+        self._check_silent()
         for child in children:
             if not child.done and not child.alive:
                 self._ended(child)
@@ -130,6 +140,23 @@ class Supervisor:
                 f"{', '.join(child.name for child in late)} did not become ready within placement.ready_seconds = "
                 f"{self.ready_seconds:.0f}; logs: {', '.join(str(child.log) for child in late)}"
             )
+
+    def _check_silent(self) -> None:
+        """Kill target workers that hang: nothing but their process ending makes the kernel and the GPU let go of them."""
+        for index, child in enumerate(self.targets):
+            assert self.starter is not None
+            silence = self.starter.silence(index) if child.ready and not child.done and child.alive else None
+            if silence is None or silence.seconds < self.stall_seconds:
+                continue
+            packs = ", ".join(str(pack_id) for pack_id in silence.packs)
+            why = (
+                f"it had pack {packs} in hand and handed none over for {silence.seconds:.0f} s, longer than "
+                f"placement.stall_seconds = {self.stall_seconds:g}"
+            )
+            if silence.seconds > self.stall_seconds + STUCK_SECONDS:
+                self._give_up(child, f"{child.name} is stuck in the kernel, where it cannot be killed: {why}")
+            log.warning("%s hangs: %s", child.name, why)
+            child.kill_hung(f"killed, since {why}")
 
     def _ended(self, child: Child) -> None:
         """A child whose process is gone: hear what it still said, then restart it or end the run."""

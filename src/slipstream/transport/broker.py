@@ -30,17 +30,18 @@ from slipstream.transport.messages import (
     ToConsumer,
     ToProducer,
 )
-from slipstream.transport.stats import TransportStats
+from slipstream.transport.stats import Silence, TransportStats
 
 _LOG = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
 class _Producer:
-    """A target worker. `asking_since` is set while it waits for an assignment."""
+    """A target worker. `asking_since` is set while it waits for an assignment; `spoke_at` is when it or we spoke last."""
 
     name: str
     connection: Connection
+    spoke_at: float
     asking_since: float | None = None
 
 
@@ -86,7 +87,7 @@ class Broker:
             assert name not in self._producers, f"producer {name} is attached already"
             if self._refused(connection):
                 return
-            self._producers[name] = _Producer(name=name, connection=connection)
+            self._producers[name] = _Producer(name=name, connection=connection, spoke_at=time.perf_counter())
             self._producer_waiting.setdefault(name, 0.0)
         self._wake()
 
@@ -133,6 +134,17 @@ class Broker:
                 consumer_waiting_seconds=dict(self._consumer_waiting),
                 lost=tuple(self._lost),
             )
+
+    def silence(self, name: str) -> Silence | None:
+        """How long a worker has had packs in hand without a word; none for one that has none, or is not attached.
+
+        What it was given has its slot, so that nobody else keeps it waiting. From any thread.
+        """
+        with self._lock:
+            producer, packs = self._producers.get(name), self._ledger.in_flight(name)
+            if producer is None or not packs:
+                return None
+            return Silence(seconds=time.perf_counter() - producer.spoke_at, packs=packs)
 
     def depths(self) -> dict[int, QueueDepth]:
         """The queue of every rank that has not left, now. From any thread."""
@@ -213,10 +225,11 @@ class Broker:
             self._from_consumer(peer, message)
 
     def _from_producer(self, producer: _Producer, message: ToBroker) -> None:
+        producer.spoke_at = time.perf_counter()
         match message:
             case Acquire():
                 if self._closed is None:  # else the answer went out when the transport closed
-                    producer.asking_since = time.perf_counter()
+                    producer.asking_since = producer.spoke_at
             case Published():
                 if self._ledger.published(producer.name, message.assignment):
                     self._hand_over(message)
@@ -251,7 +264,8 @@ class Broker:
 
     def _answer(self, producer: _Producer, answer: ToProducer) -> None:
         assert producer.asking_since is not None
-        self._producer_waiting[producer.name] += time.perf_counter() - producer.asking_since
+        producer.spoke_at = time.perf_counter()
+        self._producer_waiting[producer.name] += producer.spoke_at - producer.asking_since
         producer.asking_since = None
         self._send(producer.connection, answer)
 

@@ -178,6 +178,11 @@ class Ledger:
         self._issue_again(live)
         return True
 
+    def in_flight(self, worker: str) -> tuple[int, ...]:
+        """Packs that a worker was given and has not published, in order."""
+        held = sorted((live for live in self._live.values() if live.worker == worker), key=lambda live: live.position)
+        return tuple(live.order.pack_id for live in held)
+
     def released(self, pack_id: int) -> None:
         """The consumer's last use is over: the slot is free. Kept packs are not released; they go with their consumer."""
         live = self._live[pack_id]
@@ -189,10 +194,10 @@ class Ledger:
 
     def worker_lost(self, worker: str) -> tuple[int, ...]:
         """The worker writes no more: what it had in flight is issued again. Returns those pack ids, in order."""
-        lost = sorted((live for live in self._live.values() if live.worker == worker), key=lambda live: live.position)
-        for live in lost:
-            self._issue_again(live)
-        return tuple(live.order.pack_id for live in lost)
+        lost = self.in_flight(worker)
+        for pack_id in lost:
+            self._issue_again(self._live[pack_id])
+        return lost
 
     def rank_left(self, rank_id: int) -> None:
         """The consumer of a rank left for good. Kept packs it had count as released, all its others as abandoned."""

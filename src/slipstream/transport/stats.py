@@ -8,6 +8,14 @@ from slipstream.transport.ledger import LedgerCounts, RankAccount
 
 
 @dataclass(frozen=True, slots=True)
+class Silence:
+    """A producer that has packs in hand: which, and for how many seconds neither it nor the broker has said anything."""
+
+    seconds: float
+    packs: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class TransportStats:
     """Packs by fate, bytes by rank, and seconds of waiting since the broker was made, by the name of who waited.
 
