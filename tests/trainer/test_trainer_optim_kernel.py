@@ -7,10 +7,10 @@ import os
 import pytest
 import torch
 
-from slipstream.trainer.optim import torch_update
+from slipstream.trainer.optim import torch_accumulate, torch_update
 
 pytest.importorskip("triton", reason="only CUDA builds of torch bring Triton")
-from slipstream.trainer.optim_kernel import BLOCK, update
+from slipstream.trainer.optim_kernel import BLOCK, accumulate, update
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = [pytest.mark.gpu] if not INTERPRETED else []
@@ -48,3 +48,22 @@ def test_equals_the_plain_update(size: int, num_decayed: int, good: bool, dtype:
     # the interpreter cuts to bf16 where the device rounds
     tolerance = {"rtol": 8e-3 if INTERPRETED else 0, "atol": 0.0}
     torch.testing.assert_close(results[1]["compute"], results[1]["master"].to(dtype), **tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("overwrite", [True, False])
+@pytest.mark.parametrize("shape", [(64,), (3, BLOCK + 7), (128, 96)])
+def test_sums_have_the_bits_of_torchs(shape: tuple[int, ...], overwrite: bool, dtype: torch.dtype) -> None:
+    """What is not finite among them: a step that is skipped was summed up too. Rows of another order are no other gradient."""
+    generator = torch.Generator(device=DEVICE).manual_seed(1)
+    gradient = torch.randn(shape, generator=generator, device=DEVICE).to(dtype)
+    gradient.view(-1)[3], gradient.view(-1)[5] = float("nan"), float("inf")
+    if len(shape) > 1:
+        gradient = gradient.t().contiguous().t()
+        assert not gradient.is_contiguous()
+    sums = [torch.randn(shape, generator=generator.manual_seed(2), device=DEVICE) for _ in range(2)]
+    sums[1].view(-1)[4] = sums[0].view(-1)[4] = float("nan")
+    torch_accumulate(sums[0], gradient, overwrite=overwrite)
+    accumulate(sums[1], gradient, overwrite=overwrite)
+    torch.testing.assert_close(sums[1], sums[0], rtol=0, atol=0, equal_nan=True)
+    assert torch.isfinite(sums[1].view(-1)[4]) == overwrite

@@ -74,6 +74,12 @@ class Update(Protocol):
     ) -> None: ...
 
 
+class Accumulate(Protocol):
+    """Adds a gradient to its fp32 sum of the same shape, or puts it in its place (`overwrite`)."""
+
+    def __call__(self, total: Tensor, gradient: Tensor, *, overwrite: bool) -> None: ...
+
+
 class FlatAdamW:
     """AdamW (decoupled decay, on matrices only) over all trainable parameters of a module, as one vector.
 
@@ -98,7 +104,7 @@ class FlatAdamW:
         self.gradient = self.reduced[:size]
         self.extra = self.reduced[size:]
         self.good_steps = torch.zeros((), dtype=torch.int64, device=device)
-        self._update = UPDATES[device.type]()
+        self._update, self._accumulate = UPDATES[device.type](), SUMS[device.type]()
         # on CUDA a step's first gradient is copied over the last step's, which saves clearing and reading the sum
         self._stale: set[str] | None = set() if device.type == "cuda" else None
         is_fp32 = dtypes == {torch.float32}
@@ -205,11 +211,11 @@ class FlatAdamW:
 
         def add_to_sum(leaf: Tensor) -> None:
             assert leaf.grad is not None
+            overwrite = False
             if self._stale and region.name in self._stale:
                 self._stale.remove(region.name)
-                gradient.copy_(leaf.grad)
-            else:
-                gradient.add_(leaf.grad)
+                overwrite = True
+            self._accumulate(gradient, leaf.grad, overwrite=overwrite)
             leaf.grad = None
 
         parameter.register_post_accumulate_grad_hook(add_to_sum)
@@ -257,6 +263,24 @@ def torch_update(
         exp_avg_sq[part] = torch.where(good, new_sq, exp_avg_sq[part])
         if compute is not master:
             compute[part] = master[part]
+
+
+def torch_accumulate(total: Tensor, gradient: Tensor, *, overwrite: bool) -> None:
+    """The sum in plain torch. See `Accumulate`."""
+    if overwrite:
+        total.copy_(gradient)
+    else:
+        total.add_(gradient)
+
+
+def _triton_accumulate() -> Accumulate:
+    from slipstream.trainer.optim_kernel import accumulate
+
+    return accumulate
+
+
+SUMS: Mapping[str, Callable[[], Accumulate]] = {"cpu": lambda: torch_accumulate, "cuda": _triton_accumulate}
+"""Every implementation of `Accumulate`, by the kind of device that it is for."""
 
 
 def _triton_update() -> Update:
