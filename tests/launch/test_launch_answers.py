@@ -143,7 +143,7 @@ def test_the_target_answers_with_the_stop_tokens_of_its_template(
         asked.append(arguments["stop_token_ids"])
         return greedy_answers(**arguments)
 
-    monkeypatch.setattr(role, "greedy_answers", recording)
+    monkeypatch.setattr("slipstream.target.generate.greedy_answers", recording)
     recipe = validating(material, tmp_path)
     assert play(recipe) == {"answers": 4, "reused": False}
     info = read_target_info(recipe.target.model)
@@ -168,7 +168,7 @@ def test_answers_are_kept_for_this_run_and_for_others(
     def loaded(**arguments: Any) -> None:
         raise AssertionError("the target is not needed")
 
-    monkeypatch.setattr(role, "load_full", loaded)
+    monkeypatch.setattr("slipstream.target.loading.load_full", loaded)
     assert play(recipe) == {"answers": 4, "reused": True}
     other = recipe.model_copy(update={"name": "other"})
     assert play(other) == {"answers": 4, "reused": True}

@@ -16,6 +16,7 @@ import pytest
         ("slipstream.device.kind", ["torch", "numpy"]),
         ("slipstream.device.shared", ["torch", "numpy"]),
         ("slipstream.transport.shared", ["transformers", "datasets", "pydantic", "tokenizers"]),
+        ("slipstream.launch.roles.answers", ["torch", "transformers"]),  # what they were asked before is kept
     ],
 )
 def test_it_imports_only_what_it_needs(module: str, absent: list[str]) -> None:

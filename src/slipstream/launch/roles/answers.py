@@ -25,8 +25,6 @@ from slipstream.launch.roles import Job
 from slipstream.launch.roles.opening import open_job
 from slipstream.observe import Account
 from slipstream.target.fingerprint import fingerprint_target
-from slipstream.target.generate import greedy_answers
-from slipstream.target.loading import load_full
 
 
 class _AskedToStop(Exception):
@@ -92,6 +90,9 @@ def answer(
     """The target's greedy answers: those that were kept, or new ones, which are kept from then on."""
     if asked.kept.is_file():
         return read_answers(asked.kept)
+    from slipstream.target.generate import greedy_answers  # here, not above: answers that were kept need no model
+    from slipstream.target.loading import load_full
+
     section = recipe.validation
     generated = greedy_answers(
         model=load_full(info=info, dtype=recipe.target.hidden_dtype, device=device),
