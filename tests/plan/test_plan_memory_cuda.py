@@ -64,6 +64,7 @@ def on_meta(monkeypatch: pytest.MonkeyPatch) -> LiveBytes:
     monkeypatch.setitem(PASSES, "meta", DFlashDrafter.fused_pass)  # type: ignore[arg-type]
     monkeypatch.setitem(LINEAR_CE.ROW_PASSES, "meta", lambda: lambda *_, **__: None)
     monkeypatch.setitem(optim.UPDATES, "meta", lambda: lambda **_: None)  # type: ignore[arg-type]
+    monkeypatch.setitem(optim.SUMS, "meta", lambda: optim.torch_accumulate)  # type: ignore[arg-type]
     return LiveBytes()
 
 
