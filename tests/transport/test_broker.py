@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 
+from slipstream.errors import TransportError
 from slipstream.transport.broker import Broker
 from slipstream.transport.connections import connection_pair
 from slipstream.transport.ledger import PackOrder
@@ -98,11 +100,19 @@ def test_a_worker_is_silent_only_while_it_has_packs_in_hand() -> None:
     assert silence is not None
     assert silence.seconds < 0.3
     sink.publish(second)
-    threading.Thread(target=sink.acquire, daemon=True).start()  # both slots are taken: it waits
+
+    def wait_for_a_slot() -> None:  # both are taken
+        with contextlib.suppress(TransportError):
+            sink.acquire()
+
+    waiting = threading.Thread(target=wait_for_a_slot, daemon=True)
+    waiting.start()
     until(lambda: broker.silence("target-0") is None)
     time.sleep(0.1)
     assert broker.silence("target-0") is None
     broker.detach_producer("target-0")
     assert broker.silence("target-0") is None
     broker.close()
+    waiting.join(10)
+    assert not waiting.is_alive()
     consumer.close()
