@@ -128,12 +128,29 @@ def test_a_target_worker_that_hangs_is_started_again_and_changes_nothing(
         if kind == "record" and payload["kind"] == "train" and payload["step"] == 8:
             next(child for child in children if child.name == "target-0").process.send_signal(signal.SIGSTOP)
 
-    recipe = tiny_recipe(material, tmp_path, name="hung", placement__stall_seconds=2.0, **REPLAYED)
+    recipe = tiny_recipe(material, tmp_path, name="hung", placement__stall_seconds=5.0, **REPLAYED)
     result = run(recipe, on_report=on_report)
     hung, again = (child for child in children if child.name == "target-0")
     assert hung.process.returncode == -signal.SIGKILL
-    assert "longer than placement.stall_seconds = 2" in str(hung.failure)
+    assert "longer than placement.stall_seconds = 5" in str(hung.failure)
     assert again.process.returncode == 0
+    assert_equal(state_of(result.folder), reference)
+
+
+def test_a_drafter_that_hangs_ends_the_run_and_resume_goes_on(
+    material: dict[str, str], tmp_path: Path, reference: dict[str, torch.Tensor], children: list[Child]
+) -> None:
+    """One of two ranks, stopped; the other waits for it, which is no hang."""
+    keys: dict[str, Any] = {"name": "hung", "placement__stall_seconds": 5.0, "placement__drafter_ranks": 2, **REPLAYED}
+
+    def on_report(worker: str, kind: str, payload: Any) -> None:
+        if kind == "record" and payload["kind"] == "train" and payload["step"] == 14:
+            next(child for child in children if child.name == "drafter-1").process.send_signal(signal.SIGSTOP)
+
+    with pytest.raises(WorkerFailed, match=r"^drafter-1 hangs: no sign of life for .*placement.stall_seconds = 5"):
+        run(tiny_recipe(material, tmp_path, **keys), on_report=on_report)
+    assert not any(child.alive for child in children)
+    result = run(tiny_recipe(material, tmp_path, **keys), resume=True)
     assert_equal(state_of(result.folder), reference)
 
 

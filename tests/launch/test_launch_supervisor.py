@@ -32,6 +32,25 @@ def somewhere_deep():
     time.sleep(600)
 somewhere_deep()
 """
+STUCK = """
+from slipstream.launch.hangs import Pulse
+import faulthandler
+faulthandler.register(signal.SIGUSR1)
+def somewhere_deep():
+    say("ready")
+    for _ in range(600):
+        say("pulse", Pulse(changes=41, state="backward", step=7))
+        time.sleep(0.2)
+somewhere_deep()
+"""
+WAITS = """
+from slipstream.launch.hangs import Pulse
+say("ready")
+for _ in range(15):
+    say("pulse", Pulse(changes=41, state="wait_input", step=7))
+    time.sleep(0.2)
+say("done", {"status": "finished"})
+"""
 WORKS = """
 say("ready")
 control.recv()
@@ -133,8 +152,8 @@ def test_a_target_worker_that_dies_too_often_ends_the_run_and_is_named_to_all(tm
 
 def test_a_target_worker_that_hangs_says_where_it_is_and_is_started_again(tmp_path: Path) -> None:
     """One that is quiet for less stays; one that waits for a slot has nothing in hand, and is not asked how long."""
-    stage = Stage(tmp_path, targets=[HANGS, WORKS], stall_seconds=5.0)
-    quiet = iter([None, 4.9, 5.1])
+    stage = Stage(tmp_path, targets=[HANGS, WORKS], stall_seconds=0.2)
+    quiet = iter([None, 0.1, 1500.0])
 
     def silent(index: int) -> Silence | None:
         assert index == 0
@@ -151,19 +170,43 @@ def test_a_target_worker_that_hangs_says_where_it_is_and_is_started_again(tmp_pa
     hung = stage.started[1]
     assert hung.process.returncode == -signal.SIGKILL
     assert hung.failure is not None
-    assert "it had pack 7, 8 in hand and handed none over for 5 s, longer than placement.stall_seconds = 5" in hung.failure
+    assert "it had pack 7, 8 in hand and handed none over for 1500 s, longer than placement.stall_seconds = 0.2" in hung.failure
     assert "in somewhere_deep" in hung.log.read_text()
     assert stage.detached == [0]
-    assert ("target-0", "restart", {"attempt": 1}) in stage.reports
+    assert [payload for _, kind, payload in stage.reports if kind == "restart"] == [{"attempt": 1}]
+
+
+def test_a_drafter_that_hangs_within_a_step_ends_the_run_and_says_where_it_was(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, drafter=STUCK, targets=[WORKS], stall_seconds=1.0)
+    with pytest.raises(
+        WorkerFailed,
+        match=r'^drafter-0 hangs: in state "backward" of step 7 for \d+ s, longer than placement.stall_seconds = 1; .*-0.log',
+    ):
+        stage.run()
+    assert "in somewhere_deep" in (tmp_path / "drafter-0.log").read_text()
+    assert not [kind for _, kind, _ in stage.reports if kind == "pulse"], "signs of life are no news"
+
+
+def test_a_drafter_that_waits_for_others_does_not_hang(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, drafter=WAITS, stall_seconds=1.0)
+    assert stage.run() == {"status": "finished"}
 
 
 def test_a_target_worker_that_no_signal_ends_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stage = Stage(tmp_path, targets=[DEAF], stall_seconds=5.0)
-    quiet = iter([6.0, 36.0])
-    stage.silent = lambda index: Silence(seconds=next(quiet), packs=(3,))
-    monkeypatch.setattr(Child, "kill_hung", lambda child, why: None)
-    with pytest.raises(WorkerFailed, match=r"target-0 is stuck in the kernel, where it cannot be killed: it had pack 3"):
+    """A process in a driver outlives its SIGKILL; it is killed, and told of, once."""
+    stage = Stage(tmp_path, targets=[DEAF], stall_seconds=0.2)
+    stage.silent = lambda index: Silence(seconds=1500.0, packs=(3,))
+    killed: list[str] = []
+
+    def outlives(child: Child, why: str) -> None:
+        killed.append(why)
+        child.killed_at, child.failure = time.monotonic(), why
+
+    monkeypatch.setattr(Child, "kill_hung", outlives)
+    monkeypatch.setattr(module, "STUCK_SECONDS", 1.5)
+    with pytest.raises(WorkerFailed, match=r"target-0 does not even end when killed.*: killed, since it had pack 3 in hand"):
         stage.run()
+    assert len(killed) == 1
     assert stage.closed[0][1] == "target-0"
 
 

@@ -12,7 +12,7 @@ from slipstream.errors import TransportError
 from slipstream.transport.broker import Broker
 from slipstream.transport.connections import connection_pair
 from slipstream.transport.ledger import PackOrder
-from slipstream.transport.messages import Closed
+from slipstream.transport.messages import Closed, Released
 from slipstream.transport.shared import SharedSink
 
 MANY = 600
@@ -115,4 +115,28 @@ def test_a_worker_is_silent_only_while_it_has_packs_in_hand() -> None:
     broker.close()
     waiting.join(10)
     assert not waiting.is_alive()
+    consumer.close()
+
+
+def test_a_worker_that_waited_long_for_a_slot_is_not_silent_when_it_gets_one() -> None:
+    broker = Broker(order=[PackOrder(pack_id=i, rank=0, slot=0) for i in range(2)], slot_bytes=1)
+    broker.start()
+    consumer = attached(broker, 0)
+    ours, theirs = connection_pair()
+    broker.attach_producer("target-0", ours)
+    sink = SharedSink(connection=theirs, pools=[NoPool()], fingerprint="f" * 64)  # type: ignore[list-item]
+    first = sink.acquire()
+    assert first is not None
+    sink.publish(first)
+    waiting = threading.Thread(target=sink.acquire, daemon=True)  # for the only slot
+    waiting.start()
+    time.sleep(0.6)
+    consumer.send(Released(pack_id=0, waiting_seconds=0.0))
+    waiting.join(10)
+    assert not waiting.is_alive()
+    silence = broker.silence("target-0")
+    assert silence is not None
+    assert silence.packs == (1,)
+    assert silence.seconds < 0.5
+    broker.close()
     consumer.close()

@@ -217,9 +217,9 @@ class PlacementSection(Section):
     """Times a target worker that died is started again before the run gives up."""
     ready_seconds: float = Field(default=900.0, gt=0)
     """Longest wait for a process to load and report ready."""
-    stall_seconds: float = Field(default=900.0, gt=0)
-    """Longest time for which a target worker may have packs in hand and hand none over; then it counts as hung, and is killed
-    and started again."""
+    stall_seconds: float = Field(default=1800.0, gt=0)
+    """Longest time without progress: for a target worker, to have packs in hand and hand none over, then it is killed and
+    started again; for a process that trains, to be in one place of a step, then the run ends, to be resumed."""
 
 
 class ObserveSection(Section):

@@ -15,7 +15,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 from slipstream.device.allocated import allocated_memory
 from slipstream.device.numa import Binding, bind_process
 from slipstream.errors import SlipstreamError
+from slipstream.launch.hangs import pulse
 from slipstream.launch.kernel_cache import tuned_kernels
 from slipstream.observe import Account, WorkerFacts, open_account
 from slipstream.runfolder import RunFolder
@@ -78,7 +79,7 @@ def main() -> int:
     control = Control(connection_from_fd(descriptors["control"]))
     tuned = tuned_kernels(os.environ)
     try:
-        with _account(job) as account:
+        with _account(job) as account, _pulse(job, control, account):
             result = _role_of(job)(job, control, account)
     except SlipstreamError as error:
         log.error("%s", error)
@@ -131,6 +132,13 @@ def _account(job: dict[str, Any]) -> AbstractContextManager[Account]:
     """Where this process's time goes, from here on: importing what a role needs is a part of it."""
     facts = WorkerFacts(worker=job["name"], role=job["role"], rank=job.get("rank", 0), gpu=job["gpu"])
     return open_account(RunFolder(Path(job["folder"])), facts, spans=job["recipe"]["observe"]["spans"])
+
+
+def _pulse(job: dict[str, Any], control: Control, account: Account) -> AbstractContextManager[None]:
+    """Signs of life of a process that trains, from here on."""
+    if job["role"] not in ("drafter", "colocated"):
+        return nullcontext()
+    return pulse(control, account, stall_seconds=job["recipe"]["placement"]["stall_seconds"])
 
 
 def _leave(code: int) -> NoReturn:

@@ -47,6 +47,8 @@ class Child:
     failure: str | None = None
     lost_peer: bool = False
     """Whether it failed for want of another process, which then is the cause."""
+    killed_at: float | None = None
+    """When it was killed because it hung."""
     result: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -69,7 +71,13 @@ class Child:
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(timeout=STACKS_SECONDS)
         self.process.kill()
-        self.failure = f"{why}; where its threads were is at the end of its log"
+        self.killed_at = time.monotonic()
+        self.failure = f"{why}; {self.where_it_was}"
+
+    @property
+    def where_it_was(self) -> str:
+        """Where to read what it was doing when it hung."""
+        return f"if it could still say where its threads were, that is at the end of {self.log}"
 
     def ask_to_stop(self) -> None:
         """Ask the child to finish its step and end. A child that is gone is left to the caller's next look."""

@@ -18,6 +18,7 @@ from types import FrameType
 from typing import Any, NoReturn, Protocol
 
 from slipstream.errors import Interrupted, PeerDied, UsageError, WorkerFailed
+from slipstream.launch.hangs import PULSE, HangWatch
 from slipstream.launch.processes import Child, end_all
 from slipstream.transport.stats import Silence
 
@@ -48,7 +49,7 @@ class WorkerStarter(Protocol):
 class Supervisor:
     """Runs drafters (or colocated processes) to their end, with target workers that may be restarted.
 
-    A target worker that has packs in hand and hands none over for `stall_seconds` is killed, then treated as one that died.
+    A process that makes no progress for `stall_seconds` is killed, then treated as one that died.
 
     `on_report(name, kind, payload)` sees every report; `close_broker(reason, lost)` tells the transport's ends why it closes,
     and which peer is lost, if one is. Raises `WorkerFailed` when a drafter dies or a target worker dies too
@@ -67,6 +68,10 @@ class Supervisor:
     restarts: list[int] = field(default_factory=list)
     signals: list[int] = field(default_factory=list)
     asked_to_stop: bool = False
+    watch: HangWatch = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.watch = HangWatch(stall_seconds=self.stall_seconds)
 
     def run(self) -> dict[str, Any]:
         """Run to the end and return what drafter rank 0 reported as its result."""
@@ -99,7 +104,7 @@ class Supervisor:
         children = [child for child in (*self.drafters, *self.targets) if not child.done]
         self._listen(children)
         self._check_ready(children)
-        self._check_silent()
+        self._check_hangs()
         for child in children:
             if not child.done and not child.alive:
                 self._ended(child)
@@ -123,6 +128,9 @@ class Supervisor:
             self._take(child, kind=report[0], payload=report[1])
 
     def _take(self, child: Child, *, kind: str, payload: Any) -> None:
+        if kind == PULSE:
+            self.watch.hear(child.name, payload)
+            return
         if kind == "ready":
             child.ready = True
         elif kind == "done":
@@ -141,22 +149,27 @@ class Supervisor:
                 f"{self.ready_seconds:.0f}; logs: {', '.join(str(child.log) for child in late)}"
             )
 
-    def _check_silent(self) -> None:
-        """Kill target workers that hang: nothing but their process ending makes the kernel and the GPU let go of them."""
+    def _check_hangs(self) -> None:
+        """End processes that hang: nothing but their end makes the kernel and the GPU let go of them."""
+        self.watch.look()
+        working = {child.name: child for child in self.drafters if child.ready and not child.done and child.alive}
+        stuck = {name: why for name in working if (why := self.watch.stuck(name)) is not None}
+        for name, why in stuck.items():
+            working[name].kill_hung(f"killed, since it was {why}")
+        if stuck:
+            told = "; ".join(f"{name} hangs: {why}; {working[name].where_it_was}" for name, why in stuck.items())
+            raise WorkerFailed(f"{told}; continue with --resume")
         for index, child in enumerate(self.targets):
             assert self.starter is not None
-            silence = self.starter.silence(index) if child.ready and not child.done and child.alive else None
-            if silence is None or silence.seconds < self.stall_seconds:
+            if child.done or not child.alive:
                 continue
-            packs = ", ".join(str(pack_id) for pack_id in silence.packs)
-            why = (
-                f"it had pack {packs} in hand and handed none over for {silence.seconds:.0f} s, longer than "
-                f"placement.stall_seconds = {self.stall_seconds:g}"
-            )
-            if silence.seconds > self.stall_seconds + STUCK_SECONDS:
-                self._give_up(child, f"{child.name} is stuck in the kernel, where it cannot be killed: {why}")
-            log.warning("%s hangs: %s", child.name, why)
-            child.kill_hung(f"killed, since {why}")
+            if child.killed_at is None:
+                why = self.watch.silent(self.starter.silence(index)) if child.ready else None
+                if why is not None:
+                    log.warning("%s hangs: %s", child.name, why)
+                    child.kill_hung(f"killed, since {why}")
+            elif time.monotonic() - child.killed_at > STUCK_SECONDS:
+                self._give_up(child, f"{child.name} does not even end when killed, so it is stuck in a driver: {child.failure}")
 
     def _ended(self, child: Child) -> None:
         """A child whose process is gone: hear what it still said, then restart it or end the run."""

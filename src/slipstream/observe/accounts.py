@@ -58,6 +58,8 @@ class Account:
         self.stages: Stages | None = None
         self.step = 0
         """The step that a state named last."""
+        self.changes = 0
+        """How often the state has changed."""
         self._clock = clock
         self._lock = threading.Lock()
         self._charged: dict[str, int] = {IDLE: 0}
@@ -68,6 +70,11 @@ class Account:
         self._is_over = False
         if spans is not None:
             spans.before_write = self.cut
+
+    @property
+    def now(self) -> str:
+        """The state that lasts just now. From any thread."""
+        return self._now.name
 
     def state(self, name: str, *, pack: int | None = None, step: int | None = None, whole: bool = False) -> Claim:
         """A context: charge the time inside to `name`, except what a state nested in it claims; `whole` lets none claim any.
@@ -124,6 +131,7 @@ class Account:
         with self._lock:
             outer = self._now
             self._charge(claim)
+            self.changes += 1
         if claim.step is not None:
             self.step = claim.step
         return outer

@@ -40,11 +40,11 @@ def play_target(job: Job, control: Control, account: Account) -> dict[str, Any]:
     line = record_target(target, recipe=recipe, plan=plan, layout=layout, device=job["device"])
     if line is not None:
         control.report("record", {**line, "worker": job["name"]})
-    control.report("ready", {"packing": target.packing})
     sink = _open_sink(job=job, pools=pools, plan=plan, fingerprint=target.fingerprint)
     time_stages(account, device=job["device"])
     watch = dry_watch(device=job["device"])
     late = _late_work(job=job, control=control)
+    control.report("ready", {"packing": target.packing})  # from here on it must not be silent: what may last is over
     account.rest()
     made = 0
     while True:
