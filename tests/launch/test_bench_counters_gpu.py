@@ -29,18 +29,21 @@ def test_a_bench_hears_what_is_compiled_and_allocated_late() -> None:
 
 
 def test_a_bench_hears_triton() -> None:
-    """A step of the optimizer's kernel at a number of elements whose divisibility was not seen before."""
-    from slipstream.trainer.optim_kernel import accumulate
+    """The optimizer's kernel at sizes of a block that nothing else uses."""
+    from slipstream.trainer.optim_kernel import _accumulate
 
-    def sum_of(count: int) -> None:
-        accumulate(torch.zeros(count, device="cuda"), torch.ones(count, device="cuda"), overwrite=False)
+    total, gradient = torch.zeros(256, device="cuda"), torch.ones(256, device="cuda")
 
-    sum_of(4096)
+    def add(block: int) -> None:
+        _accumulate[(256 // block,)](total, gradient, 256, overwrite=False, block=block, num_warps=8)
+
+    add(64)
     with Growth() as grown:
-        sum_of(4096)
+        add(64)
         assert grown.so_far()["triton compiles"] == 0
-        sum_of(4097)
+        add(128)
         assert grown.so_far()["triton compiles"] > 0
+    assert total.tolist() == [3.0] * 256
 
 
 def test_waits_of_the_measured_work_are_counted_and_the_traces_own_are_not() -> None:
