@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from reference_kernels import reference_kernels
+from reference_kernels import convolution, delta_rule, reference_kernels
 from test_target_huggingface import TAPS, capture, expected_states
 from tiny_targets import KINDS, VOCAB, WINDOW, make_pack, save_target
 from torch import nn
@@ -205,6 +205,43 @@ def test_a_layer_that_goes_around_the_kernels_is_an_error(info):
     target._model.layers[1].forward = lambda hidden_states, **_: hidden_states
     with pytest.raises(TargetError, match=r"launched .* not"):
         capture(target, pack)
+
+
+class PastTheCount:
+    """Kernels for one mixer, which computes one of its kinds of product by another function, with the same values."""
+
+    def __init__(self, counted, *, past) -> None:
+        self._counted, self._past, self._rounds = counted, past, 0
+
+    def convolve(self, rows_TD, weight_DW, *, frame):
+        self._rounds += 1
+        if self._past == "convolution" and self._rounds % 3 == 2:  # of the keys alone
+            return convolution(rows_TD, weight_DW, frame)
+        return self._counted.convolve(rows_TD, weight_DW, frame=frame)
+
+    def mix(self, *tensors, frame):
+        if self._past == "delta_rule":
+            return delta_rule(*tensors, frame)
+        return self._counted.mix(*tensors, frame=frame)
+
+
+@pytest.mark.parametrize(("past", "launched"), [("convolution", (8, 3)), ("delta_rule", (9, 2))])
+def test_a_delta_net_that_goes_around_one_kernel_is_an_error(tmp_path, past, launched):
+    """Three layers of the four up to the last tap are delta nets; each convolves queries, keys and values."""
+    info, pack = save_target(tmp_path, "hybrid"), make_pack()
+    target = engine_target(info)
+    states = capture(target, pack)
+    assert target.engine._kernels.calls == {"attention": 1, "convolution": 9, "delta_rule": 3}
+    mixer = target._model.layers[1].mixer
+    plain = mixer.mix
+    mixer.mix = lambda columns, *, frame, kernels, ops: plain(
+        columns, frame=frame, kernels=PastTheCount(kernels, past=past), ops=ops
+    )
+    convolutions, rules = launched
+    with pytest.raises(TargetError, match=rf"'convolution': {convolutions}, 'delta_rule': {rules}\b.* not .*'convolution': 9"):
+        capture(target, pack)
+    mixer.mix = plain
+    assert torch.equal(capture(target, pack), states)
 
 
 @pytest.mark.parametrize("asked", ["softcap", "s_aux"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -39,6 +40,9 @@ SHAPE = DrafterShape(
     initializer_range=0.02,
 )
 
+GPU_SHAPE = dataclasses.replace(SHAPE, hidden_size=64, intermediate_size=128, head_dim=16)
+"""The same with heads that kernels of a GPU take."""
+
 
 def make_recipe(**sections: dict) -> Recipe:
     base = {
@@ -67,13 +71,14 @@ NUM_DOCUMENTS = 40
 
 
 class Source:
-    """Hidden states by token id. On a device they lie there from the first use on, as slots would."""
+    """Hidden states by token id, in the type of slots. On a device they lie there from the first use on, as slots would."""
 
-    def __init__(self, planner: Planner, *, shape: DrafterShape, device: str) -> None:
+    def __init__(self, planner: Planner, *, shape: DrafterShape, device: str, dtype: torch.dtype) -> None:
         self.planner = planner
         self.device = device
         self.num_released = 0
-        self.table = torch.randn(V, shape.num_taps, shape.hidden_size, generator=torch.Generator().manual_seed(3))
+        table = torch.randn(V, shape.num_taps, shape.hidden_size, generator=torch.Generator().manual_seed(3))
+        self.table = table.to(dtype)
         self.slots: dict[int, torch.Tensor] = {}
 
     def take(self, pack_id: int) -> HiddenPack:
@@ -128,7 +133,8 @@ class Built:
         documents = [document(number) for number in range(NUM_DOCUMENTS)]
         self.schedule = make_schedule(index=index_of(documents), plan=recipe.plan, block_size=shape.block_size)
         self.planner = planner = Planner(schedule=self.schedule, document=documents.__getitem__)
-        self.source = Source(planner, shape=shape, device=device)
+        slots = {"float32": torch.float32, "bfloat16": torch.bfloat16}[recipe.slot_dtype]
+        self.source = Source(planner, shape=shape, device=device, dtype=slots)
         dtype = recipe.drafter.dtype
         self.drafter = build_drafter(shape=shape, dtype=dtype, device=device, seed=recipe.plan.seed, attention=attention)
         self.metrics, self.checkpoints = folder / "metrics.jsonl", folder / "checkpoints"

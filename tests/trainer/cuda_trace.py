@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import threading
 from collections import Counter
 from dataclasses import dataclass, field
@@ -12,15 +11,8 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from slipstream.launch.bench.counters import PAGEABLE, WAITING_CALLS
 from slipstream.trainer.hooks import Hook
-
-FORBIDDEN = re.compile(
-    r"^cu(da)?(Stream|Device|Event|Ctx)Synchronize"
-    r"|^cuda(Malloc|Free|HostAlloc|HostRegister|HostUnregister|MallocHost|FreeHost|MallocManaged)(_|$)"
-    r"|^cudaMemcpy(_|$)|^cudaMemset(_|$)"
-    r"|^cuMem(Alloc|Free|Create|Map|Unmap|Release|HostAlloc|HostRegister)"
-)
-"""Calls of the CUDA runtime and driver that wait for the device, or that ask for memory, which waits too."""
 
 WINDOW = "traced steps"
 
@@ -60,9 +52,9 @@ def read_trace(path: Path, *, but: set[int]) -> Trace:
         if kind in ("cuda_runtime", "cuda_driver"):
             trace.launches += "LaunchKernel" in name
             trace.graph_launches += "GraphLaunch" in name
-            if FORBIDDEN.search(name) and int(event["tid"]) not in but:
+            if WAITING_CALLS.search(name) and int(event["tid"]) not in but:
                 trace.forbidden[name, event["tid"]] += 1
-        elif kind == "gpu_memcpy" and "Pageable" in name:
+        elif kind == "gpu_memcpy" and PAGEABLE in name:
             trace.pageable[name] += 1
     return trace
 

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from built_run import SHAPE, Built, make_recipe
+from built_run import GPU_SHAPE, Built, make_recipe
 from cuda_trace import WINDOW, TracedSteps, read_trace, thread_ids
+from followed_run import Leader, Way, lead
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from slipstream.objective import BlockLossParts
@@ -22,8 +23,6 @@ from slipstream.trainer.late_work import CudaWork
 from slipstream.trainer.snapshot import Snapshot
 
 pytestmark = pytest.mark.gpu
-
-GPU_SHAPE = dataclasses.replace(SHAPE, hidden_size=64, intermediate_size=128, head_dim=16)
 
 
 def gpu_run(
@@ -257,3 +256,21 @@ def test_losses_are_the_cpus(tmp_path: Path) -> None:
         lines.append(run.lines("train"))
     for name, tolerance in (("loss", 1e-3), ("gradient_norm", 1e-2), ("total_anchors", 0), ("supervised_tokens", 0)):
         assert [line[name] for line in lines[1]] == pytest.approx([line[name] for line in lines[0]], rel=tolerance), name
+
+
+@pytest.fixture(scope="module")
+def leader(tmp_path_factory: pytest.TempPathFactory) -> Leader:
+    return lead(tmp_path_factory.mktemp("leader"))
+
+
+@pytest.mark.parametrize("graphs", ["off", "on"])
+def test_bf16_steps_are_the_cpus_one_by_one(
+    tmp_path: Path, leader: Leader, monkeypatch: pytest.MonkeyPatch, graphs: str
+) -> None:
+    """Flex attention, the fused pass, the row kernel, the kernel of the sums: launched, and replayed."""
+    way = Way(device="cuda", passes="cuda", attention="flex", graphs=graphs)
+    run, apart = leader.follow(tmp_path, way, monkeypatch=monkeypatch)
+    (line,) = run.lines("warm_up")
+    assert line["cuda_graphs"]["used"] == (graphs == "on")
+    assert apart.steps >= 50
+    assert apart.too_far == []

@@ -30,6 +30,9 @@ class DeltaNetMixer(nn.Module):
     Strength and step alone would be products of 48 columns each, which cost as much as hundreds.
     """
 
+    NUM_CONVOLUTIONS = 3
+    """Launched by `mix`: of query, key and value. The delta rule is launched once."""
+
     weight_in_PD: Tensor
     weight_out_DP: Tensor
     conv_q: Tensor

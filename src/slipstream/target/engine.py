@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from slipstream.errors import TargetError
 from slipstream.target.attention import PACKED_ATTENTION
+from slipstream.target.delta_net import DeltaNetMixer
 from slipstream.target.float8_layers import Float8Layer
 from slipstream.target.frame import Frame, FrameRing, FrameSize, send_frame
 from slipstream.target.fused import can_fuse, fuse_layers
@@ -24,8 +26,12 @@ from slipstream.target.loading import decoder_layers
 COMPILE_FROM_TOKENS = 1024
 """Packed rows shorter than this are bound by launches: compiling for them costs seconds and saves nothing."""
 
-SUPPORTED_KINDS = {"full_attention": "attention", "sliding_attention": "attention", "linear_attention": "delta_rule"}
-"""Layer types of a config, and the kernel that each must launch once a forward."""
+SUPPORTED_KINDS: Mapping[str, Mapping[str, int]] = {
+    "full_attention": {"attention": 1},
+    "sliding_attention": {"attention": 1},
+    "linear_attention": {"convolution": DeltaNetMixer.NUM_CONVOLUTIONS, "delta_rule": 1},
+}
+"""Layer types of a config, and the kernels that each must launch in a forward, with how often."""
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +60,9 @@ class Engine:
                 rule=f"there are no packed kernels for a {config.model_type} of {', '.join(unknown or sorted(set(kinds)))}",
                 hint='"float32" runs it as transformers has it, slowly',
             )
-        self._expected = Counter(SUPPORTED_KINDS[kind] for kind in kinds)
+        self._expected: Counter[str] = Counter()
+        for kind in kinds:
+            self._expected.update(SUPPORTED_KINDS[kind])
         if self._float8:
             self._expected["float8 product"] = self._float8 * Float8Layer.NUM_PRODUCTS
         elif self.fused:

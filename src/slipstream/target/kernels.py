@@ -57,8 +57,9 @@ class Kernels:
         return self.attention(query_THE, key_TGE, value_TGE, frame=frame, scale=scale, window=window)
 
     def convolve(self, rows_TD: Tensor, weight_DW: Tensor, *, frame: Frame) -> Tensor:
-        """Launch `convolution`."""
+        """Launch `convolution` and count it."""
         assert self.convolution is not None
+        self.calls["convolution"] += 1
         return self.convolution(rows_TD, weight_DW, frame)
 
     def mix(self, query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, strength: Tensor, *, frame: Frame) -> Tensor:

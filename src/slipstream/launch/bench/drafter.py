@@ -23,7 +23,7 @@ from slipstream.device.allocated import allocated_memory, forget_peaks
 from slipstream.device.graph_choice import GraphReport
 from slipstream.drafter import FAMILIES, DFlashDrafter, make_block_batch
 from slipstream.launch.bench.ceilings import median_ms
-from slipstream.launch.bench.counters import counters, profile_kernels
+from slipstream.launch.bench.counters import Growth, profile_kernels
 from slipstream.launch.bench.drafter_work import DrafterWork, make_columns
 from slipstream.objective import BlockLoss, BlockLossParts, planned_denominator
 from slipstream.objective.linear_ce import ROW_PASSES
@@ -208,18 +208,20 @@ def bench_drafter(
     report(f"warm after {warm:.1f} s, loss {float(loss):.3f}; CUDA graphs are {graphs.told()}")
     rig.marks.clear()
     forget_peaks()
-    before, launches, begun = counters(), [], time.perf_counter()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        for _ in range(work.steps):
-            at = time.perf_counter()
-            loss = rig.run()
-            launches.append(time.perf_counter() - at)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    torch.cuda.synchronize()
-    wall = (time.perf_counter() - begun) / work.steps * 1e3
-    growth = {name: value - before[name] for name, value in counters().items()}
+    launches: list[float] = []
+    with Growth() as grown:
+        begun = time.perf_counter()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for _ in range(work.steps):
+                at = time.perf_counter()
+                loss = rig.run()
+                launches.append(time.perf_counter() - at)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        torch.cuda.synchronize()
+        wall = (time.perf_counter() - begun) / work.steps * 1e3
+        growth = grown.so_far()
     milliseconds, phases = rig.marks.medians()
     taken = allocated_memory()
     assert taken is not None

@@ -24,7 +24,7 @@ from slipstream.config import DrafterShape, Recipe, make_recipe
 from slipstream.config.recipe import ObjectiveSection
 from slipstream.config.target_info import spread_taps
 from slipstream.drafter import DFlashDrafter, build_drafter, make_block_batch
-from slipstream.launch.bench.counters import counters
+from slipstream.launch.bench.counters import Growth
 from slipstream.launch.bench.standing_plan import PipelineWork, StandingPlan, make_packs
 from slipstream.launch.bench.target import build_target, random_info, synchronises
 from slipstream.launch.on_gpu import Gpu
@@ -217,12 +217,12 @@ def _measure(rig: _Rig, *, work: PipelineWork, say: Say) -> PipelineFigures:
         for name, turn in turns.items():
             say(f"replays {work.replays}, {name}, first turn: {_timed(turn):.1f} s")
         torch.cuda.reset_peak_memory_stats()
-        before = counters()
         seconds: dict[str, list[float]] = {name: [] for name in turns}
-        for _ in range(work.rounds):
-            for name, turn in turns.items():
-                seconds[name].append(_timed(turn))
-        growth = {name: value - before[name] for name, value in counters().items()}
+        with Growth() as grown:
+            for _ in range(work.rounds):
+                for name, turn in turns.items():
+                    seconds[name].append(_timed(turn))
+            growth = grown.so_far()
         peak = torch.cuda.max_memory_allocated() / 2**30
         synchronised = synchronises(partial(pipeline.both, work.replays))
         skipped = pipeline.skipped_steps + sum(record.skipped for record in rig.trainer.metrics.drain(all_of_it=True))

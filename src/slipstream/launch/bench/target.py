@@ -27,7 +27,7 @@ from slipstream.device.graph_choice import GraphReport, Wish, time_steps
 from slipstream.device.recorder import CudaRecorder
 from slipstream.errors import UsageError
 from slipstream.launch.bench.ceilings import Ceilings, median_ms
-from slipstream.launch.bench.counters import counters, profile_kernels
+from slipstream.launch.bench.counters import Growth, profile_kernels
 from slipstream.launch.recording import frame_sizes
 from slipstream.plan.flops import target_flops
 from slipstream.records import Pack
@@ -242,10 +242,11 @@ def _time(works: Sequence[Callable[[], object]], *, repeats: int) -> _Timed:
     for turn in range(WARM_UPS):
         works[turn % len(works)]()
     torch.cuda.synchronize()
-    before = counters()
     forget_peaks()
-    times = [median_ms(works[turn % len(works)], repeats=1, warmup=0) for turn in range(repeats)]
-    alone = time_steps(lambda work: work(), prepare=lambda: works[0], finish=torch.cuda.synchronize)
+    with Growth() as grown:
+        times = [median_ms(works[turn % len(works)], repeats=1, warmup=0) for turn in range(repeats)]
+        alone = time_steps(lambda work: work(), prepare=lambda: works[0], finish=torch.cuda.synchronize)
+        growth = grown.so_far()
     taken = allocated_memory()
     assert taken is not None
     return _Timed(
@@ -253,7 +254,7 @@ def _time(works: Sequence[Callable[[], object]], *, repeats: int) -> _Timed:
         fastest=min(times),
         launch=alone.launch_seconds * 1e3,
         peak_gib=taken.peak_bytes / 2**30,
-        growth={name: value - before[name] for name, value in counters().items()},
+        growth=growth,
     )
 
 

@@ -21,7 +21,7 @@ import torch
 from slipstream.device.shared import SharedMemory
 from slipstream.device.threads import thread_environment
 from slipstream.errors import TransportError
-from slipstream.launch.bench.counters import counters
+from slipstream.launch.bench.counters import Growth
 from slipstream.launch.on_gpu import Gpu
 from slipstream.plan.memory_processes import DRAFTER_BUFFERS
 from slipstream.transport.broker import Broker
@@ -187,18 +187,18 @@ def _receive(
     if child.stdout.readline().strip() != "ready":
         raise TransportError(f"the target's process ended with {child.wait()} before it was ready")
     broker.attach_consumer("drafter", 0, ours)
-    child.stdin.write("go\n")
-    child.stdin.flush()
-    marks: list[float] = []
-    before: dict[str, int] = {}
-    for pack_id in range(work.packs + work.beside):
-        source.take(pack_id)
-        if pack_id in (work.warmup - 1, work.packs - 1):
-            marks.append(time.perf_counter())
-            after = {name: count - before.get(name, 0) for name, count in counters().items()}
-            before = before or counters()
-        source.release(pack_id)
-    return marks[1] - marks[0], source, after
+    with Growth() as grown:
+        child.stdin.write("go\n")
+        child.stdin.flush()
+        for pack_id in range(work.packs + work.beside):
+            source.take(pack_id)
+            if pack_id == work.warmup - 1:
+                began = time.perf_counter()
+                grown.begin()
+            if pack_id == work.packs - 1:
+                seconds, growth = time.perf_counter() - began, grown.so_far()
+            source.release(pack_id)
+    return seconds, source, growth
 
 
 def _said(child: subprocess.Popen[str]) -> dict[str, float]:
