@@ -175,6 +175,21 @@ def test_the_table_of_known_gpus_prices_a_machine_that_is_not_this_one(recipe):
     assert len(chosen["processes"]) == 8, "automatic placement takes the whole machine"
 
 
+def test_a_plan_for_gpus_lists_the_host_s_side_and_does_not_judge_another_machine_by_this_one(recipe, monkeypatch):
+    elsewhere = ("placement.mode=split", "--gpus", "2", "--gpu", "H100")
+    monkeypatch.setattr("slipstream.device.shared.available_memory", lambda: 1)
+    monkeypatch.setattr("slipstream.launch.resources.available_memory", lambda: 1)
+    host = next(found for found in planned(recipe, *elsewhere)["host"] if found["placement"] == "split")
+    assert host["peak_bytes"] == sum(item["nbytes"] for item in host["items"])
+    assert next(item["nbytes"] for item in host["items"] if item["name"] == "slots") == 6 * 128 * 3 * 64 * 2
+    text = shown(recipe, *elsewhere)
+    for part in ("host memory of split", "copy for checkpoints", "masters and two moments in fp32, of rank 0"):
+        assert part in text
+    assert planned(recipe, "--gpus", "1", "--gpu", "H100", "placement.mode=colocated")["host"]
+    monkeypatch.undo()
+    assert planned(recipe)["host"] == []
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
