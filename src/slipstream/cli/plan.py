@@ -43,7 +43,7 @@ def plan(
     Everything that `train` refuses before it loads a weight is refused here too. Nothing is written, except stage costs with
     --probe or --keep: automatic placement goes by them from then on.
     """
-    from slipstream.cli.plan_forecast import keep_costs, make_forecast, other_machine
+    from slipstream.cli.plan_forecast import keep_costs, make_forecast, other_machine, refill_seconds
     from slipstream.config import load_recipe
     from slipstream.launch.preflight import preflight
     from slipstream.launch.resources import Resources
@@ -67,6 +67,10 @@ def plan(
     )
     if as_json:
         content = _as_dict(schedule=schedule, memory=memory, placement=flight.placement)
+        content["refill"] = {
+            "packs": schedule.largest_refill,
+            "seconds": refill_seconds(found, flight=flight, schedule=schedule),
+        }
         typer.echo(json.dumps(content | {"throughput": None if found is None else found.as_dict()}, indent=1))
     else:
         _print_all(recipe=resolved, schedule=schedule, memory=memory, resources=resources, found=found)
@@ -119,7 +123,7 @@ def _as_dict(*, schedule: Schedule, memory: MemoryPlan, placement: Placement) ->
 def _print_all(*, recipe: Recipe, schedule: Schedule, memory: MemoryPlan, resources: Resources, found: Forecast | None) -> None:
     from rich.console import Console
 
-    from slipstream.cli.plan_forecast import print_forecast
+    from slipstream.cli.plan_forecast import print_forecast, print_refill
 
     console = Console(highlight=False)
     _print_schedule(schedule=schedule, name=recipe.name, console=console)
@@ -135,6 +139,7 @@ def _print_all(*, recipe: Recipe, schedule: Schedule, memory: MemoryPlan, resour
         size = "the driver does not say how large: not checked" if gpu.memory_bytes is None else _gib(gpu.memory_bytes)
         console.print(f"GPU {gpu.index}: {gpu.name or 'without a name'}, {size}")
     print_forecast(found, flight=resources.flight, console=console)
+    print_refill(found, flight=resources.flight, schedule=schedule, console=console)
 
 
 def _print_schedule(*, schedule: Schedule, name: str, console: Console) -> None:
