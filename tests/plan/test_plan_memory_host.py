@@ -175,4 +175,6 @@ def test_a_host_too_small_is_refused_with_what_to_lower(target: Path, given: dic
         host.check(memory_bytes=host.peak_bytes - 1)
     assert (refused.value.key, refused.value.value) == ("placement.mode", "split")
     assert f"which needs {host.peak_bytes / GIB:.1f} GiB: " in refused.value.rule
-    assert refused.value.hint.startswith(f"lower {key} ({part}")
+    assert refused.value.hint.startswith(f"lower {key}: {part}")
+    assert refused.value.hint.count("plan.replays") == 1, "slots and their page tables have one key"
+    assert "drafter.num_layers: copy for checkpoints" in refused.value.hint

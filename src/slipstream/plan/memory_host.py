@@ -47,17 +47,20 @@ class HostMemory:
         return tuple(sorted(held, key=lambda item: -item.nbytes))
 
     def check(self, *, memory_bytes: int) -> None:
-        """Raise `PlanError` when they need more than the host has left; it names the biggest part that a key makes smaller."""
+        """Raise `PlanError` when they need more than the host has left; it names all parts, and the keys that make them smaller."""
         if self.peak_bytes <= memory_bytes:
             return
         parts = self.at_peak()
-        largest = next((item for item in parts if item.key), None)
+        levers: dict[str, str] = {}
+        for item in parts:
+            if item.key:
+                levers.setdefault(item.key, item.name)
         raise PlanError(
             key="placement.mode",
             value=self.placement,
             rule=f"this machine has {memory_bytes / GIB:.1f} GiB of host memory for the run, which needs "
             f"{self.peak_bytes / GIB:.1f} GiB: {', '.join(f'{item.name} {item.nbytes / GIB:.1f}' for item in parts)}",
-            hint="" if largest is None else f"lower {largest.key} ({largest.name})",
+            hint="lower " + ", or ".join(f"{key}: {name}" for key, name in levers.items()),
         )
 
 
