@@ -47,7 +47,7 @@ class HostMemory:
         return tuple(sorted(held, key=lambda item: -item.nbytes))
 
     def check(self, *, memory_bytes: int) -> None:
-        """Raise `PlanError` when they need more than the host has left; it names all parts, and the keys that make them smaller."""
+        """Raise `PlanError` when they need more than the host has left; names all parts and their keys."""
         if self.peak_bytes <= memory_bytes:
             return
         parts = self.at_peak()
