@@ -166,6 +166,26 @@ def test_layouts_of_another_machine_from_costs_that_are_given(recipe, tmp_path):
         assert part in text
 
 
+def test_what_a_resume_makes_again_is_told_where_packs_are_replayed(recipe, tmp_path):
+    file = tmp_path / "costs.json"
+    file.write_text(json.dumps({"costs": COSTS}))
+    replayed = ("plan.replays=2", "plan.replay_distance=10", "plan.packs_per_step=6", "plan.epochs=8")
+    machine = ("--gpus", "3", "--gpu", "H100", "placement.mode=split", "placement.target_workers=2")
+    packs = planned(recipe, *replayed)["refill"]["packs"]
+    assert packs > 1
+    assert planned(recipe, *replayed)["refill"]["seconds"] is None
+    assert f"resume: up to {packs} packs are made again first\n" in shown(recipe, *replayed)
+    priced = (*replayed, *machine, "--costs", str(file))
+    assert planned(recipe, *priced)["refill"]["seconds"] == pytest.approx(-(-packs // 2) * 0.6)
+    assert f"up to {packs} packs are made again first, about {-(-packs // 2) * 0.6:.1f} s on 2 target workers" in shown(
+        recipe, *priced
+    )
+    together = ("placement.mode=colocated", "placement.drafter_ranks=3", "--gpus", "3", "--gpu", "H100", "--costs", str(file))
+    assert planned(recipe, *replayed, *together)["refill"]["seconds"] == pytest.approx(-(-packs // 3) * 0.6)
+    assert planned(recipe)["refill"] == {"packs": 0, "seconds": None}
+    assert "resume:" not in shown(recipe)
+
+
 def test_the_table_of_known_gpus_prices_a_machine_that_is_not_this_one(recipe):
     found = planned(recipe, "plan.packs_per_step=24", "--gpus", "8", "--gpu", "H200")["throughput"]
     assert found["costs"]["source"] == "table: H200, ratios measured; paced by launching, which goes with the CPU"
@@ -173,6 +193,21 @@ def test_the_table_of_known_gpus_prices_a_machine_that_is_not_this_one(recipe):
     assert "estimated" in planned(recipe, "--gpus", "2", "--gpu", "RTX 4090")["throughput"]["costs"]["source"]
     chosen = planned(recipe, "plan.packs_per_step=24", "--gpus", "8", "--gpu", "H200")["placement"]
     assert len(chosen["processes"]) == 8, "automatic placement takes the whole machine"
+
+
+def test_a_plan_for_gpus_lists_the_host_s_side_and_does_not_judge_another_machine_by_this_one(recipe, monkeypatch):
+    elsewhere = ("placement.mode=split", "--gpus", "2", "--gpu", "H100")
+    monkeypatch.setattr("slipstream.device.shared.available_memory", lambda: 1)
+    monkeypatch.setattr("slipstream.launch.resources.available_memory", lambda: 1)
+    host = next(found for found in planned(recipe, *elsewhere)["host"] if found["placement"] == "split")
+    assert host["peak_bytes"] == sum(item["nbytes"] for item in host["items"])
+    assert next(item["nbytes"] for item in host["items"] if item["name"] == "slots") == 6 * 128 * 3 * 64 * 2
+    text = shown(recipe, *elsewhere)
+    for part in ("host memory of split", "copy for checkpoints", "masters and two moments in fp32, of rank 0"):
+        assert part in text
+    assert planned(recipe, "--gpus", "1", "--gpu", "H100", "placement.mode=colocated")["host"]
+    monkeypatch.undo()
+    assert planned(recipe)["host"] == []
 
 
 @pytest.mark.parametrize(

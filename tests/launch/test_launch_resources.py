@@ -125,6 +125,24 @@ def test_pools_that_fit_one_by_one_and_not_together_are_refused_before_anything_
     made.check_memory(memory)
 
 
+def test_a_host_too_small_for_more_than_its_slots_is_refused_before_anything_loads(
+    resources: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = resources()
+    memory = made.plan_memory(slots_per_column=3, validation_slots=1)
+    host = memory.host_of("split")
+    assert host is not None
+    assert host.peak_bytes > memory.host_slot_bytes
+    monkeypatch.setattr(module, "available_memory", lambda: host.peak_bytes)
+    made.check_memory(memory)
+    monkeypatch.setattr(module, "available_memory", lambda: host.peak_bytes - 1)
+    with pytest.raises(PlanError, match=r"GiB of host memory for the run, which needs .*: processes themselves 2\.0, "):
+        made.check_memory(memory)
+    elsewhere = Resources.of_another(made.flight, gpus=made.gpus)
+    monkeypatch.setattr(shared, "available_memory", lambda: 1)
+    elsewhere.check_memory(elsewhere.plan_memory(slots_per_column=3, validation_slots=1))
+
+
 def test_the_prediction_is_written_and_put_beside_what_was_measured(resources: Any, tmp_path: Path) -> None:
     made = resources()
     plan, path = made.plan_memory(slots_per_column=2, validation_slots=0), tmp_path / "prediction.json"
@@ -133,8 +151,9 @@ def test_the_prediction_is_written_and_put_beside_what_was_measured(resources: A
     written = json.loads(path.read_text())
     assert written["throughput"] == {"tokens_per_second": 1.0}
     assert [(row["role"], row["rank"]) for row in written["memory"]] == [("target", 0), ("drafter", 0)]
-    for row in written["memory"]:
+    for row in (*written["memory"], written["host"]):
         assert row["bytes"] == sum(row["parts"].values())
+    assert written["host"]["parts"]["slots"] == plan.host_slot_bytes
     planned = plan.of("split")[1]
     drafter = planned.peak_bytes
     taken = {"peak_bytes": drafter // 2, "reserved_bytes": 9, "outside_bytes": 8, "replayed": list(planned.replayed)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -20,6 +21,8 @@ from slipstream.launch.local import train_run
 from slipstream.launch.lock import LOCK_FILE, RunLock
 from slipstream.launch.preflight import preflight
 from slipstream.launch.resume import check_same_recipe, finished_steps
+from slipstream.plan import Schedule
+from slipstream.plan.throughput import StageCosts
 from slipstream.runfolder import RunFolder
 
 RAW: dict[str, Any] = {"name": "r", "target": {"model": "t"}, "corpus": {"path": "c"}}
@@ -185,6 +188,39 @@ def test_resume_without_a_checkpoint_says_so_and_begins_anew(
     assert "early has no checkpoint yet: it starts again at step 0" in caplog.text
     assert no_children[-1]["job"]["start_step"] == 0
     assert no_children[-1]["job"]["checkpoint"] is None
+
+
+@pytest.mark.parametrize(("step", "replays", "costs"), [(40, 2, None), (40, 2, 0.5), (0, 2, 0.5), (40, 1, 0.5)])
+def test_a_resume_says_what_it_makes_again(
+    material: dict[str, str],
+    tmp_path: Path,
+    no_children: list[dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    step: int,
+    replays: int,
+    costs: float | None,
+) -> None:
+    recipe = tiny_recipe(
+        material, tmp_path, name="again", plan__replays=replays, plan__epochs=8, plan__replay_distance=10,
+        placement__mode="split", placement__target_workers=2,
+    )  # fmt: skip
+    with pytest.raises(Started):
+        train_run(flight=preflight(recipe))
+    known = None if costs is None else StageCosts(costs, drafter_seconds_per_use=1, tokens_per_pack=1)
+    monkeypatch.setattr(local, "known_costs", lambda subject: known)
+    monkeypatch.setattr(local, "latest", lambda folder: folder / "step")
+    monkeypatch.setattr(local, "_cursor_step", lambda checkpoint, digest: step)
+    with caplog.at_level(logging.INFO, logger="slipstream"), pytest.raises(Started):
+        train_run(flight=preflight(recipe, resume=True))
+    written = [json.loads(line) for line in (tmp_path / "again" / "metrics.jsonl").read_text().splitlines()]
+    live = len(Schedule.load(tmp_path / "again" / "schedule").live_packs(step))
+    assert (live > 0) == (step > 0 and replays > 1)
+    line: dict[str, Any] = {"kind": "refill", "step": step, "packs": live}
+    if costs is not None:
+        line["predicted_seconds"] = -(-live // 2) * costs
+    assert [{**found, "time": None} for found in written] == ([{**line, "time": None}] if live else [])
+    assert (f"resumed at step {step}: {live} packs are made again first" in caplog.text) == (live > 0)
 
 
 def test_children_inherit_the_lock(material: dict[str, str], tmp_path: Path, no_children: list[dict[str, Any]]) -> None:

@@ -267,3 +267,13 @@ def test_mixing_is_zero_when_a_step_is_like_the_corpus_and_one_when_it_shares_no
         block_size=4,
     )
     assert sorted(lone.mixing.tolist()) == pytest.approx([0.1] * 9 + [0.9])
+
+
+@settings(deadline=None, max_examples=40)
+@given(run=runs)
+def test_the_largest_refill_is_that_of_the_worst_step_to_resume_at(run):
+    schedule = made(run)
+    sizes = [len(schedule.live_packs(step)) for step in range(schedule.num_steps + 1)]
+    assert schedule.largest_refill == max(sizes)
+    assert schedule.largest_refill <= schedule.slots_per_column * schedule.num_columns
+    assert (schedule.largest_refill > 0) == (schedule.replays > 1)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from slipstream.launch.forecast import Forecast
     from slipstream.launch.resources import Resources
     from slipstream.plan import MemoryPlan, Placement, PlanSummary, Schedule
+    from slipstream.plan.memory_host import HostMemory
 
 _GIB = 2**30
 
@@ -42,7 +43,7 @@ def plan(
     Everything that `train` refuses before it loads a weight is refused here too. Nothing is written, except stage costs with
     --probe or --keep: automatic placement goes by them from then on.
     """
-    from slipstream.cli.plan_forecast import keep_costs, make_forecast, other_machine
+    from slipstream.cli.plan_forecast import keep_costs, make_forecast, other_machine, refill_seconds
     from slipstream.config import load_recipe
     from slipstream.launch.preflight import preflight
     from slipstream.launch.resources import Resources
@@ -59,13 +60,17 @@ def plan(
         seconds, named = probe_seconds if probe else None, costs or ()
         keep_costs(flight, recipe=resolved, schedule=schedule, costs_from=named, probe_seconds=seconds, quiet=as_json)
         flight = preflight(resolved, resume=started)  # again: automatic placement goes by what was found
-    resources = Resources.of(flight) if elsewhere is None else Resources(flight=flight, gpus=elsewhere, cores=())
+    resources = Resources.of(flight) if elsewhere is None else Resources.of_another(flight, gpus=elsewhere)
     memory = resources.plan_memory(slots_per_column=schedule.slots_per_column, validation_slots=0)
     found = make_forecast(
         recipe=resolved, flight=flight, schedule=schedule, memory=memory, resources=resources, costs_from=costs or ()
     )
     if as_json:
         content = _as_dict(schedule=schedule, memory=memory, placement=flight.placement)
+        content["refill"] = {
+            "packs": schedule.largest_refill,
+            "seconds": refill_seconds(found, flight=flight, schedule=schedule),
+        }
         typer.echo(json.dumps(content | {"throughput": None if found is None else found.as_dict()}, indent=1))
     else:
         _print_all(recipe=resolved, schedule=schedule, memory=memory, resources=resources, found=found)
@@ -111,18 +116,20 @@ def _as_dict(*, schedule: Schedule, memory: MemoryPlan, placement: Placement) ->
             | {"peak_bytes": process.peak_bytes, "peak_moment": process.peak_moment, "device_bytes": process.device_bytes}
             for process in memory.processes
         ],
+        "host": [asdict(host) | {"peak_bytes": host.peak_bytes, "peak_moment": host.peak_moment} for host in memory.host],
     }
 
 
 def _print_all(*, recipe: Recipe, schedule: Schedule, memory: MemoryPlan, resources: Resources, found: Forecast | None) -> None:
     from rich.console import Console
 
-    from slipstream.cli.plan_forecast import print_forecast
+    from slipstream.cli.plan_forecast import print_forecast, print_refill
 
     console = Console(highlight=False)
     _print_schedule(schedule=schedule, name=recipe.name, console=console)
     for mode in ("split", "colocated"):
         _print_memory(memory=memory, mode=mode, chosen=resources.flight.placement.mode, console=console)
+    _print_host(memory.host_of(resources.flight.placement.mode), console=console)
     console.print(
         f"slots: {memory.num_slots} of {_mib(memory.slot_nbytes)} MiB = {memory.host_slot_bytes / _GIB:.2f} GiB of host; "
         f"{memory.host_memory_bytes / _GIB:.2f} GiB allowed (placement.host_memory_gb)"
@@ -132,6 +139,7 @@ def _print_all(*, recipe: Recipe, schedule: Schedule, memory: MemoryPlan, resour
         size = "the driver does not say how large: not checked" if gpu.memory_bytes is None else _gib(gpu.memory_bytes)
         console.print(f"GPU {gpu.index}: {gpu.name or 'without a name'}, {size}")
     print_forecast(found, flight=resources.flight, console=console)
+    print_refill(found, flight=resources.flight, schedule=schedule, console=console)
 
 
 def _print_schedule(*, schedule: Schedule, name: str, console: Console) -> None:
@@ -186,6 +194,22 @@ def _print_memory(*, memory: MemoryPlan, mode: Literal["split", "colocated"], ch
         replays = f"; {' and '.join(process.replayed)} replayed from CUDA graphs" if process.replayed else ""
         told = f"{process.peak_moment}; on {process.device}{besides}{replays}"
         table.add_row("", "peak", _mib(process.peak_bytes), told, style="bold", end_section=True)
+    console.print(table)
+
+
+def _print_host(host: HostMemory | None, *, console: Console) -> None:
+    """What a run on CUDA holds of the host: of this recipe's placement, all processes together."""
+    from rich.table import Table
+
+    if host is None:
+        return
+    table = Table(title=f"host memory of {host.placement}, MiB of all processes", title_justify="left")
+    for column in ("what", "MiB", "how"):
+        table.add_column(column, justify="right" if column == "MiB" else "left")
+    for item in host.items:
+        when = "" if item.held(host.peak_moment) else f" (not then: {', '.join(item.moments)})"
+        table.add_row(item.name + when, _mib(item.nbytes), item.formula)
+    table.add_row("peak", _mib(host.peak_bytes), host.peak_moment, style="bold")
     console.print(table)
 
 

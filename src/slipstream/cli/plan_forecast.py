@@ -169,6 +169,28 @@ def print_forecast(found: Forecast | None, *, flight: Preflight, console: Consol
         console.print(f"{refused.layout}: {refused.reason}")
 
 
+def refill_seconds(found: Forecast | None, *, flight: Preflight, schedule: Schedule) -> float | None:
+    """Seconds that the longest refill takes the recipe's own targets; None where stage costs are not known."""
+    from slipstream.launch.forecast import refill_of
+
+    costs = None if found is None else found.costs
+    return refill_of(schedule.largest_refill, costs=costs, placement=flight.placement)
+
+
+def print_refill(found: Forecast | None, *, flight: Preflight, schedule: Schedule, console: Console) -> None:
+    """What a resume makes again before anything new, where packs are replayed."""
+    from slipstream.launch.forecast import layout_of
+
+    packs, seconds = schedule.largest_refill, refill_seconds(found, flight=flight, schedule=schedule)
+    if not packs:
+        return
+    layout = layout_of(flight.placement)
+    makers = layout.targets or layout.drafters
+    who = "" if makers == 1 else f" on {makers} {'target workers' if layout.targets else 'colocated processes'}"
+    takes = "" if seconds is None else f", about {seconds:,.1f} s{who}"
+    console.print(f"resume: up to {packs:,} packs are made again first{takes}")
+
+
 def _together(costs: StageCosts) -> str:
     """What one process that does both takes, where that is another time."""
     share = 1 / costs.colocated_ratio

@@ -26,6 +26,7 @@ from slipstream.plan.throughput import (
     best,
     layouts,
     predict_all,
+    refill_seconds,
 )
 
 log = logging.getLogger(__name__)
@@ -216,6 +217,13 @@ def forecast_of_run(
     if costs is None or not _one_each(placement):
         return None
     return write_forecast(path, costs=costs, placement=placement, work=workload(subject.recipe, num_steps=num_steps))
+
+
+def refill_of(packs: int, *, costs: StageCosts | None, placement: Placement) -> float | None:
+    """Seconds that a resume takes to make so many packs again; None where stage costs are not known."""
+    if costs is None or not _one_each(placement):
+        return None
+    return refill_seconds(costs=costs, layout=layout_of(placement), packs=packs)
 
 
 def _one_each(placement: Placement) -> bool:

@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 def write_memory(path: Path, *, plan: MemoryPlan, placement: Placement) -> None:
-    """Put every process's parts at its peak under "memory"; what else the file holds stays.
+    """Put every process's parts at its peak under "memory", on CUDA those of the host under "host"; what else is there stays.
 
     "otherwise" has the peak with every choice of stages that warm-up may have replayed, as it was planned or not.
     """
@@ -43,6 +43,9 @@ def write_memory(path: Path, *, plan: MemoryPlan, placement: Placement) -> None:
         for role, rank in specs
     ]
     content = json.loads(path.read_text()) if path.is_file() else {}
+    host = plan.host_of(placement.mode)
+    if host is not None:
+        content["host"] = {"bytes": host.peak_bytes, "parts": {item.name: item.nbytes for item in host.at_peak()}}
     temporary = path.with_suffix(".part")
     temporary.write_text(json.dumps({**content, "memory": rows}, indent=1))
     os.replace(temporary, path)

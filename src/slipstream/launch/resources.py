@@ -25,17 +25,26 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """Of one start of a run. `gpus` are the visible ones, `cores` those that the supervisor may run on."""
+    """Of one start of a run. `gpus` are the visible ones, `cores` those that the supervisor may run on.
+
+    `elsewhere`: of another machine that is planned for, whose host memory is not known.
+    """
 
     flight: Preflight
     gpus: tuple[GpuFacts, ...]
     cores: tuple[int, ...]
+    elsewhere: bool = False
 
     @classmethod
     def of(cls, flight: Preflight) -> Resources:
         """Of this machine."""
         gpus = visible_gpus() if flight.device == "cuda" else ()
         return cls(flight=flight, gpus=gpus, cores=tuple(sorted(os.sched_getaffinity(0))))
+
+    @classmethod
+    def of_another(cls, flight: Preflight, *, gpus: tuple[GpuFacts, ...]) -> Resources:
+        """Of a machine with such GPUs, to plan for."""
+        return cls(flight=flight, gpus=gpus, cores=(), elsewhere=True)
 
     def plan_memory(self, *, slots_per_column: int, validation_slots: int) -> MemoryPlan:
         """The memory plan on these GPUs; the smallest one decides what fits beside a colocated process."""
@@ -55,7 +64,8 @@ class Resources:
         """Refuse a run that cannot fit, before any weight loads. Raises `PlanError`, or `PreflightError` for slots alone."""
         placement, ranks = self.flight.placement, self.flight.recipe.placement.drafter_ranks
         memory.check_host_slots(placement.mode)
-        if slots := memory.slots_in_host_memory(placement.mode):
+        slots = memory.slots_in_host_memory(placement.mode)
+        if slots and not self.elsewhere:
             check_room([memory.slot_nbytes * (slots // ranks + (rank < slots % ranks)) for rank in range(min(ranks, slots))])
         if self.flight.device == "cpu":
             memory.check_machine(placement=placement.mode, memory_bytes=available_memory())
@@ -63,6 +73,9 @@ class Resources:
         if unknown := [str(gpu.index) for gpu in self.gpus if gpu.memory_bytes is None]:
             log.warning("the driver does not say how large GPU %s is: whether the run fits is not checked", ", ".join(unknown))
         memory.check_gpus(placement=placement, gpu_memory_bytes=[gpu.memory_bytes for gpu in self.gpus])
+        host = memory.host_of(placement.mode)
+        if host is not None and not self.elsewhere:
+            host.check(memory_bytes=available_memory())
 
     def binding(self, *, role: str, index: int) -> Binding | None:
         """The node of a process's GPU; None on a CPU, and where the machine does not say."""

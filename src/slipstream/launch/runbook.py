@@ -67,6 +67,13 @@ class RunBook:
         )
         self.state("training")
 
+    def refill(self, *, packs: int, seconds: float | None) -> None:
+        """Say what a run that resumes makes again before anything new, and how long that is predicted to take."""
+        known = {} if seconds is None else {"predicted_seconds": seconds}
+        told = "" if seconds is None else f", about {seconds:,.0f} s"
+        log.info("resumed at step %d: %d packs are made again first%s", self._state["step"], packs, told)
+        self._write({"kind": "refill", "step": self._state["step"], "packs": packs, **known})
+
     def take(self, worker: str, kind: str, payload: Any) -> None:
         """Hear one report."""
         if kind == "record":

@@ -2,17 +2,18 @@
 
 The parts are in `memory_target`, `memory_drafter` and `memory_recordings`, put together in `memory_processes`. On CUDA they
 add up to what torch's allocator hands out at most, and what recordings keep beside; what the driver and NCCL take for
-themselves is a part of its own.
+themselves is a part of its own, and `memory_host` has the host's side.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, get_args
 
 from slipstream.config import DrafterShape, Recipe, TargetInfo
 from slipstream.errors import PlanError
+from slipstream.plan.memory_host import HostMemory, host_memory
 from slipstream.plan.memory_items import BEFORE_TRAINING, GIB, MemoryItem, Moment, peak_moment, slot_bytes
 from slipstream.plan.memory_processes import Processes, Role, Stages
 from slipstream.plan.placement import Placement
@@ -71,6 +72,7 @@ class MemoryPlan:
 
     `alternatives` are the same processes with every choice of stages that may be replayed: which ones are, warm-up decides.
     `colocated_on_device` says that colocated processes have their slots on their GPUs, and none in host memory.
+    `host` is what a run on CUDA holds of the host, in each placement; empty on a CPU, where processes hold nothing else.
     """
 
     processes: tuple[ProcessMemory, ...]
@@ -79,6 +81,7 @@ class MemoryPlan:
     host_memory_bytes: int
     alternatives: tuple[ProcessMemory, ...] = ()
     colocated_on_device: bool = False
+    host: tuple[HostMemory, ...] = ()
 
     @property
     def host_slot_bytes(self) -> int:
@@ -121,6 +124,10 @@ class MemoryPlan:
                 rule=f"this machine has {memory_bytes / GIB:.1f} GiB for the run, which needs {needed / GIB:.1f} GiB",
                 hint="lower plan.pack_tokens, plan.pack_anchors, objective.chunk_rows or drafter.num_layers",
             )
+
+    def host_of(self, placement: Mode) -> HostMemory | None:
+        """Host memory of one placement on CUDA; None on a CPU."""
+        return next((host for host in self.host if host.placement == placement), None)
 
     def check_gpus(self, *, placement: Placement, gpu_memory_bytes: Sequence[int | None]) -> None:
         """Raise `PlanError` when the processes that share a GPU need more than it has. None: its size is not known."""
@@ -170,13 +177,25 @@ def plan_memory(
             alternatives.append(found)
             if replayed == guess:
                 planned.append(found)
-    return MemoryPlan(
+    plan = MemoryPlan(
         processes=tuple(planned),
         slot_nbytes=processes.slot_nbytes,
         num_slots=recipe.plan.packs_per_step * schedule_slots_per_column + validation_slots,
         host_memory_bytes=int(recipe.placement.host_memory_gb * GIB),
         alternatives=tuple(alternatives),
         colocated_on_device=processes.has_slots_on_device(),
+    )
+    return plan if device == "cpu" else replace(plan, host=tuple(_host(plan, processes, mode) for mode in get_args(Mode)))
+
+
+def _host(plan: MemoryPlan, processes: Processes, mode: Mode) -> HostMemory:
+    return host_memory(
+        recipe=processes.recipe,
+        info=processes.info,
+        shape=processes.shape,
+        placement=mode,
+        num_slots=plan.slots_in_host_memory(mode),
+        slot_nbytes=plan.slot_nbytes,
     )
 
 

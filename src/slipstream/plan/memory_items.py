@@ -28,6 +28,7 @@ Moment = Literal[
     "gradients of an attention",
     "gradients of the context",
     "validation",
+    "training",
 ]
 """Stretches of a process's life between which what it holds differs."""
 

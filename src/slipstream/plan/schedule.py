@@ -158,6 +158,14 @@ class Schedule:
         alive = (self.arrays.first_step < step) & (self.arrays.last_step >= step)
         return [int(pack) for pack in np.flatnonzero(alive)]
 
+    @cached_property
+    def largest_refill(self) -> int:
+        """The most packs that a resume makes again, wherever it begins: none without replays."""
+        steps = self.num_steps + 1
+        begun = np.bincount(self.arrays.first_step + 1, minlength=steps + 1)
+        ended = np.bincount(self.arrays.last_step + 1, minlength=steps + 1)
+        return int(np.cumsum(begun - ended).max(initial=0))
+
     def summary(self) -> PlanSummary:
         """Fills, tokens, anchors, refusals, distances and mixing."""
         return self.figures

@@ -172,6 +172,14 @@ def predict(*, costs: StageCosts, layout: Layout, work: Workload) -> Prediction:
     )
 
 
+def refill_seconds(*, costs: StageCosts, layout: Layout, packs: int) -> float:
+    """How long a resume makes packs again that are alive where it begins: ceil(packs / t) t_T, all targets at once.
+
+    Colocated, all ranks do: they own equally many columns, in which about equally many are alive.
+    """
+    return -(-packs // (layout.targets or layout.drafters)) * costs.target_seconds_per_pack
+
+
 def busiest_new_packs(*, packs_per_step: int, replays: int, ranks: int) -> float:
     """New packs, in the mean over steps, of the rank that has the most of them in a step.
 

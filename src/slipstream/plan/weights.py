@@ -8,6 +8,7 @@ import re
 import struct
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from slipstream.config import TargetInfo
 
@@ -15,6 +16,11 @@ _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _LONGEST_HEADER_BYTES = 2**28
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Keys of a `config.json` that name experts."""
+_EMBEDDING = re.compile(r"(?:^|\.)embed_tokens\.weight$")
+_NOT_LOADED = re.compile(r"visual|vision|audio|mtp")
+"""Towers for images or drafting heads, which have layers of their own."""
+_STORED = {"bfloat16": "BF16", "float32": "F32"}
+"""What a file's header calls a type."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +31,14 @@ class TargetWeights:
     embedding: int
     head: int
     source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Converted:
+    """Numbers of weights whose file has another type than they are loaded in. `decoder` has the embedding among them."""
+
+    decoder: int
+    embedding: int
 
 
 def count_target_weights(info: TargetInfo) -> TargetWeights:
@@ -54,6 +68,21 @@ def count_by_config(info: TargetInfo) -> tuple[int, ...] | None:
     return tuple(_by_formula(info, layer) for layer in range(info.num_layers))
 
 
+def count_converted(info: TargetInfo, *, dtype: str, depth: int) -> Converted:
+    """Of the embedding and layers 0 to `depth` - 1, loaded as `dtype`. None of them where there are no files to look at."""
+    decoder = embedding = 0
+    for file in sorted(info.folder.glob("*.safetensors")):
+        for name, entry in _header(file).items():
+            layer = _LAYER.search(name)
+            if entry["dtype"] == _STORED[dtype] or _NOT_LOADED.search(name):
+                continue
+            if _EMBEDDING.search(name):
+                embedding += math.prod(entry["shape"])
+            elif layer and int(layer[1]) < depth:
+                decoder += math.prod(entry["shape"])
+    return Converted(decoder=decoder + embedding, embedding=embedding)
+
+
 def is_delta_net(info: TargetInfo, layer: int) -> bool:
     """Whether a layer is linear attention whose dimensions are known."""
     return info.delta_net is not None and layer < len(info.layer_types) and info.layer_types[layer] == "linear_attention"
@@ -73,15 +102,15 @@ def _by_formula(info: TargetInfo, layer: int) -> int:
 def _count_by_headers(info: TargetInfo) -> tuple[int, ...] | None:
     totals = [0] * info.num_layers
     for file in sorted(info.folder.glob("*.safetensors")):
-        for name, size in _sizes(file).items():
+        for name, entry in _header(file).items():
             match = _LAYER.search(name)
-            # Towers for images or drafting heads have layers of their own, which are not loaded.
-            if match and int(match[1]) < info.num_layers and not re.search(r"visual|vision|audio|mtp", name):
-                totals[int(match[1])] += size
+            if match and int(match[1]) < info.num_layers and not _NOT_LOADED.search(name):
+                totals[int(match[1])] += math.prod(entry["shape"])
     return tuple(totals) if all(totals) else None
 
 
-def _sizes(file: Path) -> dict[str, int]:
+def _header(file: Path) -> dict[str, dict[str, Any]]:
+    """Type and shape of each tensor of a file; nothing where it cannot be read."""
     with file.open("rb") as stream:
         prefix = stream.read(8)
         if len(prefix) < 8:
@@ -93,4 +122,4 @@ def _sizes(file: Path) -> dict[str, int]:
             header = json.loads(stream.read(length))
         except ValueError:
             return {}
-    return {name: math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
+    return {name: entry for name, entry in header.items() if name != "__metadata__"}
