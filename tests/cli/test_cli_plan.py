@@ -175,6 +175,14 @@ def test_the_table_of_known_gpus_prices_a_machine_that_is_not_this_one(recipe):
     assert len(chosen["processes"]) == 8, "automatic placement takes the whole machine"
 
 
+def test_this_host_s_memory_says_nothing_of_another_machine(recipe, monkeypatch):
+    monkeypatch.setattr("slipstream.device.shared.available_memory", lambda: 1)
+    refused = CliRunner().invoke(app, ["plan", str(recipe)])
+    assert refused.exit_code == 2
+    assert "is more than the available memory" in refused.stderr
+    assert planned(recipe, "placement.mode=split", "--gpus", "2", "--gpu", "H200")["placement"]["mode"] == "split"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -69,7 +69,7 @@ def plan(
         typer.echo(json.dumps(content | {"throughput": None if found is None else found.as_dict()}, indent=1))
     else:
         _print_all(recipe=resolved, schedule=schedule, memory=memory, resources=resources, found=found)
-    resources.check_memory(memory)
+    resources.check_memory(memory, elsewhere=elsewhere is not None)
 
 
 def _check_options(*, probe: bool, keep: bool, costs: Sequence[Path], is_elsewhere: bool) -> None:

@@ -51,11 +51,14 @@ class Resources:
             gpu_memory_bytes=min(sizes, default=None),
         )
 
-    def check_memory(self, memory: MemoryPlan) -> None:
-        """Refuse a run that cannot fit, before any weight loads. Raises `PlanError`, or `PreflightError` for slots alone."""
+    def check_memory(self, memory: MemoryPlan, *, elsewhere: bool = False) -> None:
+        """Refuse a run that cannot fit, before any weight loads. Raises `PlanError`, or `PreflightError` for slots alone.
+
+        `elsewhere`: the GPUs are another machine's, whose host memory is not known: slots are held against the recipe alone.
+        """
         placement, ranks = self.flight.placement, self.flight.recipe.placement.drafter_ranks
         memory.check_host_slots(placement.mode)
-        if slots := memory.slots_in_host_memory(placement.mode):
+        if not elsewhere and (slots := memory.slots_in_host_memory(placement.mode)):
             check_room([memory.slot_nbytes * (slots // ranks + (rank < slots % ranks)) for rank in range(min(ranks, slots))])
         if self.flight.device == "cpu":
             memory.check_machine(placement=placement.mode, memory_bytes=available_memory())
