@@ -210,6 +210,14 @@ def test_a_plan_for_gpus_lists_the_host_s_side_and_does_not_judge_another_machin
     assert planned(recipe)["host"] == []
 
 
+def test_this_host_s_memory_says_nothing_of_another_machine(recipe, monkeypatch):
+    monkeypatch.setattr("slipstream.device.shared.available_memory", lambda: 1)
+    refused = CliRunner().invoke(app, ["plan", str(recipe)])
+    assert refused.exit_code == 2
+    assert "is more than the available memory" in refused.stderr
+    assert planned(recipe, "placement.mode=split", "--gpus", "2", "--gpu", "H200")["placement"]["mode"] == "split"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -79,9 +79,9 @@ def bench(
 ) -> None:
     """Measure the machine and the engine on random weights at true shapes. Needs a CUDA device; nothing is downloaded.
 
-    What replays cost a recipe in acceptance length is measured by training: `slipstream bench replays RECIPE` (see its --help).
-
-    Exits with 1 when memory grew, something was compiled, or a copy waited after warm-up.
+    Exits with 1 when after warm-up memory grew or something was compiled (transport: in the drafter's process alone), the CPU
+    waited for the GPU (not looked for in transport), or transport refused a seal. Ceilings check nothing. What replays cost a
+    recipe in acceptance length is measured by training: `slipstream bench replays RECIPE` (see its --help).
     """
     _require_gpu()
     from slipstream.launch.bench import SHAPES, DrafterWork

@@ -190,7 +190,8 @@ class PlacementSection(Section):
     """Which process runs where."""
 
     mode: Literal["auto", "colocated", "split"] = "auto"
-    """"split": target and drafter processes; "colocated": every process does both; "auto" splits if there are two devices."""
+    """"split": target and drafter processes; "colocated": every process does both; "auto": what fits the GPUs and is fastest by
+    known costs (of a probe, or the table of known GPUs); without costs it splits if there are two devices."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Kind of device; "auto" takes CUDA where a driver and a GPU are found."""
     target_workers: int = Field(default=1, ge=1)

@@ -61,7 +61,10 @@ class Resources:
         )
 
     def check_memory(self, memory: MemoryPlan) -> None:
-        """Refuse a run that cannot fit, before any weight loads. Raises `PlanError`, or `PreflightError` for slots alone."""
+        """Refuse a run that cannot fit, before any weight loads. Raises `PlanError`, or `PreflightError` for slots alone.
+
+        Of another machine the host's memory is not known: there slots are held against the recipe alone.
+        """
         placement, ranks = self.flight.placement, self.flight.recipe.placement.drafter_ranks
         memory.check_host_slots(placement.mode)
         slots = memory.slots_in_host_memory(placement.mode)

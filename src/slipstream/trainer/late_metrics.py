@@ -1,4 +1,4 @@
-"""Results of steps on a GPU, read when they have arrived and never waited for.
+"""Results of steps on a GPU, read when they have arrived; ranks of a group wait for those of two steps before.
 
 A step's figures are copied to a page-locked slot on a side stream, so that the next step does not queue behind the copy;
 `drain` reads the slots whose event has been reached. The run's counts are kept on the device too and travel with every

@@ -139,8 +139,8 @@ class Trainer:
         """Train from `start_step` to the end of the plan, or until `stop()`; the state is saved either way.
 
         A rank alone asks `stop` after every step, and so finishes the one it is in. The ranks of a group ask before every
-        step and agree through its reduction, which they read a step late: all stop together, after the step that the
-        question came with and one more. Raises `TrainingDiverged`, `CheckpointError`, and whatever the
+        step and agree through its reduction, which they read a step late, on a GPU two: all stop together, after the step that
+        the question came with and one or two more. Raises `TrainingDiverged`, `CheckpointError`, and whatever the
         transport or a hook raises.
         """
         watch = _Watch(self._account)

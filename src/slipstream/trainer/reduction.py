@@ -1,8 +1,9 @@
-"""The sum of gradients over the ranks, begun while the last backward pass of a step still runs.
+"""The sum of gradients over the ranks, begun while a launched backward pass, the last of a step, still runs.
 
 The flat gradient is summed in parts, a part as soon as the backward pass has written it: layers from the last to the first,
-then the matrices outside of layers, then vectors together with the step's figures. The order is fixed, so that all ranks
-begin the same sums whatever their timing. Waits for: the other ranks. Unblocked by: their backward passes.
+then the matrices outside of layers, then vectors together with the step's figures. A pass that is replayed from CUDA graphs
+runs no hooks, so `finish` begins all parts after it, and nothing overlaps. The order is fixed, so that all ranks begin the
+same sums whatever their timing. Waits for: the other ranks. Unblocked by: their backward passes.
 """
 
 from __future__ import annotations
