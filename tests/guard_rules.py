@@ -48,12 +48,32 @@ TARGET_ENGINE = (
     "target/fused.py", "target/attention.py", "target/delta_net.py", "target/recorded.py",
     "target/float8.py", "target/float8_elementwise.py", "target/float8_kernels.py", "target/float8_layers.py",
 )  # fmt: skip
-HOT = ("trainer/loop.py", "drafter/*.py", "objective/*.py", "target/huggingface.py", "target/capture.py", *TARGET_ENGINE)
+TRAINER_LOOP = (
+    "trainer/loop.py", "trainer/column.py", "trainer/placing.py", "trainer/metadata.py", "trainer/late_metrics.py",
+    "trainer/optim.py", "trainer/optim_kernel.py", "trainer/recorded.py", "trainer/reduction.py", "trainer/tally.py",
+    "trainer/step_end.py", "trainer/snapshot.py", "trainer/lanes.py",
+)  # fmt: skip
+TRANSPORT = (
+    "transport/arrivals.py", "transport/departures.py", "transport/device_inline.py", "transport/staged.py",
+    "transport/staged_inline.py", "transport/operations.py", "transport/making.py", "transport/widened.py",
+)  # fmt: skip
+TARGET = ("target/huggingface.py", "target/capture.py", *TARGET_ENGINE)
+HOT = ("drafter/*.py", "objective/*.py", *TARGET, *TRAINER_LOOP, *TRANSPORT)
 NOT_HOT = ("drafter/blocks.py", "objective/reference.py")
 """blocks.py is NumPy on the CPU; reference.py is the naive loss that tests compare with."""
 SYNC_EXCEPTIONS: Mapping[str, str] = {
     "drafter/dflash.py:make_masks": "reads anchors of a batch on the CPU; the loop makes masks before the batch moves",
     "drafter/mask_arrays.py:mask_arrays": "reads anchors of a batch that it asserts to be on the CPU",
+    "trainer/lanes.py:finish": "between rounds of warm-up",
+    "trainer/late_metrics.py:_may_read": "at the end of a run; ranks of a group for the step before the last, to stop alike",
+    "trainer/late_metrics.py:counts_on_host": "figures that have arrived in page-locked memory",
+    "trainer/late_metrics.py:_read": "figures that have arrived in page-locked memory",
+    "trainer/metadata.py:_array": "arrays of the CPU",
+    "trainer/metadata.py:wait_for_room": "the thread that prepares steps",
+    "trainer/metadata.py:stage": "the thread that prepares steps",
+    "trainer/snapshot.py:arrived": "the thread that writes checkpoints",
+    "transport/arrivals.py:drain": "when the transport is left",
+    "transport/departures.py:drain": "when the transport is left",
 }
 """`file:function`, and the reason why a synchronising call in it costs nothing."""
 
