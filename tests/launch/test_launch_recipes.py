@@ -143,3 +143,34 @@ def test_the_8b_recipe_takes_the_best_of_a_few_gpus(corpus: Corpus, gpu: str, co
     layout, found = judged("qwen3-8b", corpus, gpu=gpu, count=count)
     assert str(layout) == f"colocated on {count}"
     assert of_the_best(layout, found) > 0.97
+
+
+@pytest.mark.parametrize(
+    ("gigabytes", "count", "overrides", "wanted"),
+    [
+        (180, 8, (), "colocated on 8"),
+        (180, 1, (), "colocated on 1"),
+        (80, 8, (), "4 + 4"),
+        (80, 7, (), "4 + 3"),
+        (80, 8, ("placement.drafter_ranks=6",), "2 + 6"),
+        (180, 7, (), "4 + 3"),
+        (None, 8, (), "1 + 1"),
+    ],
+)
+def test_a_gpu_that_nobody_has_measured_is_used_all_the_same(
+    gigabytes: int | None, count: int, overrides: tuple[str, ...], wanted: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Colocated where both fit, in halves where not; seven ranks do not divide 24 packs. Of unknown size: one each."""
+    recipe, info = load_recipe(RECIPES / "qwen3.6-27b.toml", overrides=overrides), target_of("qwen3.6-27b")
+    size = None if gigabytes is None else gigabytes * 10**9
+    gpus = tuple(GpuFacts(index, "NVIDIA X9000", size, None) for index in range(count))
+    shape = resolve_drafter(recipe=recipe, info=info)
+    with caplog.at_level("INFO"):
+        changed, placement, why = place(recipe=recipe, info=info, shape=shape, device="cuda", num_devices=count, gpus=gpus)
+    assert str(layout_of(placement)) == wanted
+    assert len({process.gpu for process in placement.processes}) == min(count, len(placement.processes))
+    if count > 1 and gigabytes:
+        assert why is not None
+        assert why.startswith(wanted)
+        assert "--probe" in caplog.text
+        assert changed.placement.drafter_ranks == layout_of(placement).drafters

@@ -115,41 +115,34 @@ def place(
     """The placement of a recipe on a machine of so many GPUs or cores, the recipe with it put in, and why it was chosen.
 
     Automatic mode takes the layout that is predicted to be fastest, if stage costs are known (probed, or from the table of
-    GPUs) and no GPUs are named; `target_workers` and `drafter_ranks` that the recipe sets stay. Without costs it splits if
-    there are two devices at least.
+    GPUs) and no GPUs are named; `target_workers` and `drafter_ranks` that the recipe sets stay. Without costs, on GPUs whose
+    size is known, it takes all of them: colocated where that fits, which needs no balance, else the most even split. Otherwise
+    it splits if there are two devices at least.
     """
     section = recipe.placement
     subject = Subject.of(recipe=recipe, info=info, shape=shape, device=device, gpus=gpus)
     chosen, why = _chosen(subject, num_devices=num_devices, gpus=gpus), None
     if chosen is not None:
-        layout = chosen.prediction.layout
+        layout, why = chosen
         changed = {"mode": layout.mode, "drafter_ranks": layout.drafters}
         if layout.mode == "split":
             changed["target_workers"] = layout.targets
-        why = (
-            f"{layout}, predicted to be fastest: {chosen.prediction.trained_tokens_per_second:,.0f} tokens/s ({chosen.source})"
-        )
         log.info("placement.mode = auto: %s", why)
         section = section.model_copy(update=changed)
         recipe = recipe.model_copy(update={"placement": section})
     return recipe, resolve_placement(placement=section, device=device, num_devices=num_devices), why
 
 
-@dataclass(frozen=True, slots=True)
-class _Choice:
-    prediction: Prediction
-    source: str
-
-
-def _chosen(subject: Subject, *, num_devices: int, gpus: Sequence[GpuFacts]) -> _Choice | None:
+def _chosen(subject: Subject, *, num_devices: int, gpus: Sequence[GpuFacts]) -> tuple[Layout, str] | None:
+    """The layout of automatic mode, and why; none where it is left to `resolve_placement`."""
     recipe, section = subject.recipe, subject.recipe.placement
     if section.mode != "auto" or section.target_gpus is not None or section.drafter_gpus is not None:
         return None
     devices = num_devices if subject.device == "cuda" else processes_on_cores(subject, cores=num_devices)
     costs = known_costs(subject)
-    if costs is None or devices is None:
-        return None
     smallest = min((gpu.memory_bytes for gpu in gpus if gpu.memory_bytes is not None), default=None)
+    if devices is None or (costs is None and (smallest is None or devices < 2)):
+        return None
     memory = plan_memory(
         recipe=recipe,
         info=subject.info,
@@ -158,17 +151,28 @@ def _chosen(subject: Subject, *, num_devices: int, gpus: Sequence[GpuFacts]) -> 
         device=subject.device,
         gpu_memory_bytes=smallest,
     )
-    found = forecast(
-        costs=costs,
-        work=workload(recipe, num_steps=1),
-        devices=devices,
-        memory=memory,
-        gpu_memory_bytes=smallest,
-    )
+    if costs is None:
+        assert smallest is not None
+        return _without_costs(recipe, memory=memory, devices=devices, gpu_memory_bytes=smallest)
+    work = workload(recipe, num_steps=1)
+    found = forecast(costs=costs, work=work, devices=devices, memory=memory, gpu_memory_bytes=smallest)
     free = [item for item in found.predictions if _allowed(item.layout, recipe)]
     if not free:
         return None
-    return _Choice(prediction=best(free), source=costs.source)
+    fastest = best(free)
+    speed = f"{fastest.trained_tokens_per_second:,.0f} tokens/s ({costs.source})"
+    return fastest.layout, f"{fastest.layout}, predicted to be fastest: {speed}"
+
+
+def _without_costs(recipe: Recipe, *, memory: MemoryPlan, devices: int, gpu_memory_bytes: int) -> tuple[Layout, str] | None:
+    """A layout of all GPUs that fits: colocated, which is balanced whatever a stage costs, or the most even split."""
+    good, _ = layouts(devices=devices, packs_per_step=recipe.plan.packs_per_step)
+    free = [layout for layout in good if _allowed(layout, recipe) and _too_large(layout, memory, gpu_memory_bytes) is None]
+    if not free:
+        return None
+    chosen = min(free, key=lambda layout: (layout.mode == "split", abs(layout.targets - layout.drafters)))
+    why = "which needs no balance" if chosen.mode == "colocated" else "the most even split, since both do not fit on one GPU"
+    return chosen, f"{chosen}, {why}: what a stage costs here is not known (slipstream plan --probe finds out)"
 
 
 def _allowed(layout: Layout, recipe: Recipe) -> bool:
