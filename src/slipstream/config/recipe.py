@@ -191,7 +191,7 @@ class PlacementSection(Section):
 
     mode: Literal["auto", "colocated", "split"] = "auto"
     """"split": target and drafter processes; "colocated": every process does both; "auto": what fits the GPUs and is fastest by
-    known costs (of a probe, or the table of known GPUs); without costs colocated on all GPUs, or split where that does not fit."""
+    known costs (of a probe, or the table of known GPUs); without costs colocated on all GPUs, or split if that is too large."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Kind of device; "auto" takes CUDA where a driver and a GPU are found."""
     target_workers: int = Field(default=1, ge=1)
