@@ -16,6 +16,7 @@ from slipstream.errors import PlanError
 from slipstream.plan import MemoryPlan, plan_memory
 from slipstream.plan.memory_host import PROCESS_BYTES, HostMemory
 from slipstream.plan.memory_items import GIB
+from slipstream.plan.weights import count_converted
 from slipstream.trainer.optim import FlatAdamW
 
 CONFIG = {
@@ -178,3 +179,23 @@ def test_a_host_too_small_is_refused_with_what_to_lower(target: Path, given: dic
     assert refused.value.hint.startswith(f"lower {key}: {part}")
     assert refused.value.hint.count("plan.replays") == 1, "slots and their page tables have one key"
     assert "drafter.num_layers: copy for checkpoints" in refused.value.hint
+
+
+def test_headers_are_read_once_and_again_when_a_file_has_changed(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan asks for them in every placement, and a start makes several plans."""
+    read: list[Path] = []
+    real = Path.open
+
+    def opened(path: Path, *given: Any, **keys: Any) -> Any:
+        if path.suffix == ".safetensors":
+            read.append(path)
+        return real(path, *given, **keys)
+
+    monkeypatch.setattr(Path, "open", opened)
+    info = read_target_info(str(target))
+    before = [count_converted(info, dtype="float32", depth=2) for _ in range(3)]
+    assert before[0].decoder > 0
+    assert before == before[:1] * 3
+    assert len(read) <= len(list(target.glob("*.safetensors")))
+    write_target(target, dtype=torch.float32)
+    assert count_converted(info, dtype="float32", depth=2).decoder == 0

@@ -14,7 +14,6 @@ from slipstream.config import DrafterShape, Recipe, TargetInfo
 from slipstream.device.gpus import GpuFacts
 from slipstream.device.kind import DeviceKind
 from slipstream.launch.stage_costs import Subject, known_costs
-from slipstream.plan.known_gpus import PackShape
 from slipstream.plan.memory import MemoryPlan, plan_memory
 from slipstream.plan.placement import Placement, resolve_placement
 from slipstream.plan.throughput import (
@@ -213,14 +212,11 @@ def write_forecast(path: Path, *, costs: StageCosts, placement: Placement, work:
     return found
 
 
-def forecast_of_run(
-    path: Path, *, subject: Subject, placement: Placement, num_steps: int, pack: PackShape | None = None
-) -> Prediction | None:
+def forecast_of_run(path: Path, *, costs: StageCosts | None, placement: Placement, work: Workload) -> Prediction | None:
     """Write down what a run that starts is predicted to do, if stage costs are known, so that its end can tell the error."""
-    costs = known_costs(subject, pack=pack)
     if costs is None or not _one_each(placement):
         return None
-    return write_forecast(path, costs=costs, placement=placement, work=workload(subject.recipe, num_steps=num_steps))
+    return write_forecast(path, costs=costs, placement=placement, work=work)
 
 
 def refill_of(packs: int, *, costs: StageCosts | None, placement: Placement) -> float | None:

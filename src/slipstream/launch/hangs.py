@@ -76,10 +76,10 @@ class HangWatch:
 
     def hear(self, name: str, heard: Pulse) -> None:
         """A pulse of a process."""
-        self._heard_at[name] = self._clock()
+        now = self._heard_at[name] = self._clock()
         before = self._last.get(name)
         if before is None or (before[0].changes, before[0].state) != (heard.changes, heard.state):
-            self._last[name] = heard, self._clock()
+            self._last[name] = heard, now
 
     def look(self) -> None:
         """To be called again and again: a gap between two calls counts for nobody."""
@@ -101,15 +101,15 @@ class HangWatch:
             return f"{where} for {seconds:.0f} s, {self._limit}"
         return None
 
-    def _since(self, moment: float) -> float:
-        return self._looked_at - max(moment, self._looking_since)
-
     def silent(self, silence: Silence | None) -> str | None:
         """Why a target worker counts as hung, in words; none if it does not."""
-        if silence is None or min(silence.seconds, self._looked_at - self._looking_since) < self.stall_seconds:
+        if silence is None or min(silence.seconds, self._since(self._looking_since)) < self.stall_seconds:
             return None
         packs = ", ".join(str(pack_id) for pack_id in silence.packs)
         return f"it had pack {packs} in hand and handed none over for {silence.seconds:.0f} s, {self._limit}"
+
+    def _since(self, moment: float) -> float:
+        return self._looked_at - max(moment, self._looking_since)
 
     @property
     def _limit(self) -> str:

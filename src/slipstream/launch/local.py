@@ -21,7 +21,7 @@ from slipstream.device.shared import SharedMemory
 from slipstream.errors import Interrupted, PlanError, PreflightError, WorkerFailed
 from slipstream.launch.ending import closing_verdict
 from slipstream.launch.environment import record_environment
-from slipstream.launch.forecast import forecast_of_run, refill_of
+from slipstream.launch.forecast import forecast_of_run, refill_of, workload
 from slipstream.launch.handle import RunHandle
 from slipstream.launch.lock import RunLock
 from slipstream.launch.planning import RunPlan, open_run_plan, slot_layout, write_schedule
@@ -116,8 +116,7 @@ class _Run:
         self._answer_validation_prompts()
         plan = open_run_plan(recipe=recipe, folder=folder, ranks=recipe.placement.drafter_ranks, start_step=start_step)
         self._plan_memory(schedule, validation_slots=len(plan.validation))
-        self._forecast(schedule)
-        self._tell_refill(schedule, start_step=start_step)
+        self._forecast(schedule, start_step=start_step)
         with ExitStack() as stack:
             rendezvous = folder.root / f".rendezvous-{uuid.uuid4().hex}"
             stack.callback(rendezvous.unlink, missing_ok=True)
@@ -141,21 +140,16 @@ class _Run:
             verdict=verdict,
         )
 
-    def _forecast(self, schedule: Schedule) -> None:
-        """Write down how fast the run is predicted to be, where stage costs are known."""
-        flight = self.flight
-        path, steps = flight.folder.prediction, schedule.num_steps
-        forecast_of_run(path, subject=self._subject(), placement=flight.placement, num_steps=steps)
-
-    def _tell_refill(self, schedule: Schedule, *, start_step: int) -> None:
-        """Put down how many packs are made again before any new one: those replayed ones that are alive at the cursor."""
-        if packs := len(schedule.live_packs(start_step)):
-            costs = known_costs(self._subject())
-            self.book.refill(packs=packs, seconds=refill_of(packs, costs=costs, placement=self.flight.placement))
-
-    def _subject(self) -> Subject:
+    def _forecast(self, schedule: Schedule, *, start_step: int) -> None:
+        """Put down how fast the run is predicted to be, where stage costs are known, and what a resume makes again first:
+        the replayed packs that are alive at its step.
+        """
         flight, gpus = self.flight, self.resources.gpus
-        return Subject.of(recipe=flight.recipe, info=flight.info, shape=flight.shape, device=flight.device, gpus=gpus)
+        subject = Subject.of(recipe=flight.recipe, info=flight.info, shape=flight.shape, device=flight.device, gpus=gpus)
+        costs, work = known_costs(subject), workload(flight.recipe, num_steps=schedule.num_steps)
+        forecast_of_run(flight.folder.prediction, costs=costs, placement=flight.placement, work=work)
+        if packs := len(schedule.live_packs(start_step)):
+            self.book.refill(packs=packs, seconds=refill_of(packs, costs=costs, placement=flight.placement))
 
     def _plan(self) -> Schedule:
         """The schedule, on disk. What a start that was refused left there belongs to no run and goes first."""

@@ -14,18 +14,16 @@ from typing import Literal, get_args
 from slipstream.config import DrafterShape, Recipe, TargetInfo
 from slipstream.errors import PlanError
 from slipstream.plan.memory_host import HostMemory, host_memory
-from slipstream.plan.memory_items import BEFORE_TRAINING, GIB, MemoryItem, Moment, peak_moment, slot_bytes
+from slipstream.plan.memory_items import BEFORE_TRAINING, GIB, HeldParts, MemoryItem, peak_moment, slot_bytes
 from slipstream.plan.memory_processes import Processes, Role, Stages
-from slipstream.plan.placement import Placement
+from slipstream.plan.placement import Mode, Placement
 from slipstream.plan.weights import count_target_weights
 
 __all__ = ["GIB", "MemoryItem", "MemoryPlan", "ProcessMemory", "plan_memory", "slot_bytes"]
 
-Mode = Literal["colocated", "split"]
-
 
 @dataclass(frozen=True, slots=True)
-class ProcessMemory:
+class ProcessMemory(HeldParts):
     """Memory of one process of a role; `count` processes of it run. `device` is where it lies. Answering comes before all.
 
     `replayed` are its stages that are taken to be replayed from recordings, `outside_bytes` what it takes of its GPU beside
@@ -41,16 +39,6 @@ class ProcessMemory:
     outside_bytes: int = 0
 
     @property
-    def peak_moment(self) -> Moment:
-        """When most is held."""
-        return peak_moment(self.items)[0]
-
-    @property
-    def peak_bytes(self) -> int:
-        """What is held then: at the most, loading and warm-up included."""
-        return peak_moment(self.items)[1]
-
-    @property
     def training_bytes(self) -> int:
         """The most that is held after warm-up."""
         return peak_moment(self.items, without=BEFORE_TRAINING)[1]
@@ -59,11 +47,6 @@ class ProcessMemory:
     def device_bytes(self) -> int:
         """What the process takes of its GPU, or of host memory: the peak, and on a GPU what others take for it."""
         return self.peak_bytes + self.outside_bytes
-
-    def at_peak(self) -> tuple[MemoryItem, ...]:
-        """The parts that are held at the peak, the largest first."""
-        held = [item for item in self.items if item.held(self.peak_moment) and item.nbytes]
-        return tuple(sorted(held, key=lambda item: -item.nbytes))
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,12 +7,12 @@ drops them when it needs memory, so that they count as nothing here. Weights of 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from slipstream.config import DrafterShape, Recipe, TargetInfo
 from slipstream.errors import PlanError
 from slipstream.plan.memory_drafter import flat_elements
-from slipstream.plan.memory_items import BYTES, FP32, GIB, MemoryItem, Moment, peak_moment
+from slipstream.plan.memory_items import BYTES, FP32, GIB, HeldParts, MemoryItem, Moment
+from slipstream.plan.placement import Mode
 from slipstream.plan.weights import count_converted
 
 PROCESS_BYTES = GIB
@@ -25,26 +25,11 @@ AFTER_LOADING: tuple[Moment, ...] = ("training",)
 
 
 @dataclass(frozen=True, slots=True)
-class HostMemory:
+class HostMemory(HeldParts):
     """Host memory of one placement on CUDA, of all its processes together. Answering the validation prompts is over then."""
 
-    placement: Literal["colocated", "split"]
+    placement: Mode
     items: tuple[MemoryItem, ...]
-
-    @property
-    def peak_moment(self) -> Moment:
-        """When most is held."""
-        return peak_moment(self.items)[0]
-
-    @property
-    def peak_bytes(self) -> int:
-        """What is held then."""
-        return peak_moment(self.items)[1]
-
-    def at_peak(self) -> tuple[MemoryItem, ...]:
-        """The parts that are held then, the largest first."""
-        held = [item for item in self.items if item.held(self.peak_moment) and item.nbytes]
-        return tuple(sorted(held, key=lambda item: -item.nbytes))
 
     def check(self, *, memory_bytes: int) -> None:
         """Raise `PlanError` when they need more than the host has left; names all parts and their keys."""
@@ -69,7 +54,7 @@ def host_memory(
     recipe: Recipe,
     info: TargetInfo,
     shape: DrafterShape,
-    placement: Literal["colocated", "split"],
+    placement: Mode,
     num_slots: int,
     slot_nbytes: int,
 ) -> HostMemory:

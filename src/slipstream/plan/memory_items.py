@@ -63,6 +63,28 @@ class MemoryItem:
         return not self.moments or moment in self.moments
 
 
+class HeldParts:
+    """What has parts, some of which are held in some moments only."""
+
+    __slots__ = ()
+    items: tuple[MemoryItem, ...]
+
+    @property
+    def peak_moment(self) -> Moment:
+        """When most is held."""
+        return peak_moment(self.items)[0]
+
+    @property
+    def peak_bytes(self) -> int:
+        """What is held then: at the most, loading and warm-up included."""
+        return peak_moment(self.items)[1]
+
+    def at_peak(self) -> tuple[MemoryItem, ...]:
+        """The parts that are held then, the largest first."""
+        held = [item for item in self.items if item.held(self.peak_moment) and item.nbytes]
+        return tuple(sorted(held, key=lambda item: -item.nbytes))
+
+
 def peak_moment(items: Sequence[MemoryItem], *, without: Sequence[Moment] = ()) -> tuple[Moment, int]:
     """The moment in which most is held, and how much; `without` some moments."""
     moments = [moment for moment in get_args(Moment) if moment not in without and any(moment in item.moments for item in items)]

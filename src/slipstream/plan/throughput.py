@@ -12,7 +12,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-Mode = Literal["colocated", "split"]
+from slipstream.plan.placement import Mode
+
 Limit = Literal["target", "drafter", "both", "devices"]
 
 BALANCED = 0.05

@@ -6,7 +6,9 @@ import json
 import math
 import re
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -109,8 +111,14 @@ def _count_by_headers(info: TargetInfo) -> tuple[int, ...] | None:
     return tuple(totals) if all(totals) else None
 
 
-def _header(file: Path) -> dict[str, dict[str, Any]]:
-    """Type and shape of each tensor of a file; nothing where it cannot be read."""
+def _header(file: Path) -> Mapping[str, dict[str, Any]]:
+    """Type and shape of each tensor of a file; nothing where it cannot be read. A file that did not change is read once."""
+    found = file.stat()
+    return _read_header(file, found.st_mtime_ns, found.st_size)
+
+
+@lru_cache(maxsize=256)
+def _read_header(file: Path, _changed_ns: int, _size: int) -> Mapping[str, dict[str, Any]]:
     with file.open("rb") as stream:
         prefix = stream.read(8)
         if len(prefix) < 8:

@@ -9,6 +9,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from slipstream.device.finite import not_finite
 from slipstream.device.float8 import quantise_rows
 from slipstream.records import Pack
 from slipstream.target.dtypes import DTYPES
@@ -57,7 +58,7 @@ class FakeTarget:
         for back in range(min(MEMORY_TOKENS, num_tokens)):
             seen_T = positions_T[back:] >= back
             states_TKD[back:] += seen_T[:, None, None] * embedded_TKD[: num_tokens - back] * DECAY**back
-        self.bad_rows += (~torch.isfinite(states_TKD).all(dim=2).all(dim=1)).sum()
+        self.bad_rows += not_finite(states_TKD).sum()
         kept_TKD = torch.zeros(hidden_TKD.shape)
         kept_TKD[:num_tokens] = states_TKD
         if scale_TK is None:
