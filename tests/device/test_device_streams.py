@@ -12,7 +12,7 @@ import slipstream
 from slipstream.device.completer import Threads
 from slipstream.device.pinned import PinnedSlots
 from slipstream.device.stream_model import ModelStreams, StreamModel, UnorderedAccess
-from slipstream.errors import PreflightError, TransportError
+from slipstream.errors import PreflightError
 
 SOURCES = Path(slipstream.__file__).parent
 
@@ -173,7 +173,7 @@ def test_who_asks_for_a_slot_does_not_queue_behind_those_that_nobody_asked_for()
 
 def test_a_refusal_names_the_slot_and_what_to_change() -> None:
     pinned = PinnedSlots(SPANS, order=range(5), driver=FakeDriver(refused=SPANS[2][0]))
-    with pytest.raises(TransportError, match=r"slot 2: page-locking 12288 bytes failed with CUDA error 2.*host_memory_gb"):
+    with pytest.raises(PreflightError, match=r"refused 12288 bytes more, for slot 2 \(CUDA error 2\).*host_memory_gb"):
         pinned.ensure(2)
     pinned.close()
 

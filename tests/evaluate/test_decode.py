@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from slipstream.errors import TargetError
 from slipstream.evaluate.decode import greedy_plain, speculative_decode
 from slipstream.evaluate.sampling import Sampled, Sampling
 from slipstream.evaluate.session import TargetSession
@@ -193,3 +194,20 @@ def exact_pairs(target, prompt, sampling):
 
     first = following(prompt)
     return torch.stack([first[token] * following([*prompt, token]) for token in range(VOCAB)])
+
+
+@pytest.mark.parametrize("kind", ["llama", "hybrid"])
+@pytest.mark.parametrize("way", ["speculative", "plain"])
+def test_a_target_that_gives_nan_is_told_of_and_forgotten_with_the_answer(kind, way, tiny_target, prompts):
+    target = tiny_target(kind)
+    session = TargetSession(target, tap_layers=TAPS)
+    prompt = prompts[0]
+    answer = plainly(session, prompt).token_ids
+    embedding = target.get_input_embeddings().weight.data
+    good = embedding[answer[2]].clone()
+    embedding[answer[2]] = float("nan")  # met in the middle of the answer at the latest
+    told = r"target\.dtype = 'float32': the target gave NaN or Inf in an answer"
+    with pytest.raises(TargetError, match=told):
+        plainly(session, prompt) if way == "plain" else speculate(session, oracle(session, prompt, answer), prompt)
+    embedding[answer[2]] = good
+    assert plainly(session, prompt).token_ids == answer

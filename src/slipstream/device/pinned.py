@@ -14,7 +14,7 @@ from typing import Protocol
 
 import torch
 
-from slipstream.errors import PreflightError, TransportError
+from slipstream.errors import PreflightError
 
 _PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every context of the process
 
@@ -35,7 +35,7 @@ class PinnedSlots:
     """Page-locks `spans` (address and bytes of each slot), `order` first to last, in a thread of its own.
 
     `ensure(i)` returns once slot i can be copied asynchronously, and locks it at once if its turn has not come. Raises
-    `PreflightError` for slots that do not begin and end on pages, `TransportError` when the driver refuses.
+    `PreflightError` for slots that do not begin and end on pages, and when the driver refuses: starting again would not help.
     """
 
     def __init__(self, spans: Sequence[tuple[int, int]], *, order: Sequence[int], driver: Driver | None = None) -> None:
@@ -53,7 +53,7 @@ class PinnedSlots:
         self._under_way: set[int] = set()
         self._changed = threading.Condition()
         self._closing = False
-        self._failure: TransportError | None = None
+        self._failure: PreflightError | None = None
         self._thread = threading.Thread(target=self._register_all, args=(tuple(order),), name="page-locker", daemon=True)
         self._thread.start()
 
@@ -96,7 +96,7 @@ class PinnedSlots:
                 return
             try:
                 self.ensure(slot)
-            except TransportError as error:  # `ensure` raises it again to whoever needs that slot
+            except PreflightError as error:  # `ensure` raises it again to whoever needs that slot
                 self._failure = error
                 return
 
@@ -105,8 +105,10 @@ class PinnedSlots:
         code = int(self._driver.cudaHostRegister(address, nbytes, _PORTABLE))
         if code != 0:
             locked = sum(self._spans[done][1] for done in tuple(self._locked))
-            raise TransportError(
-                f"slot {slot}: page-locking {nbytes} bytes failed with CUDA error {code}, after {locked / 2**30:.2f} GiB: "
-                "lower placement.host_memory_gb, or allow this process more locked memory"
+            raise PreflightError(
+                key="page-locked memory",
+                value=f"{locked / 2**30:.2f} GiB so far",
+                rule=f"the driver refused {nbytes} bytes more, for slot {slot} (CUDA error {code})",
+                hint="lower placement.host_memory_gb, or allow this process more locked memory",
             )
         self._locked.add(slot)

@@ -68,6 +68,7 @@ def speculative_decode(
     """Answer one prompt with the drafter's help: at most `max_new_tokens`, ended by the first stop token.
 
     `chooser` is greedy by default. Blocks are cut so that nothing beyond `max_new_tokens` is drafted.
+    Raises `TargetError` when the target gave NaN or Inf.
     """
     chooser = chooser or Greedy()
     clock = _Clock(session.device)
@@ -95,6 +96,7 @@ def speculative_decode(
         lengths.append(len(new))
         accepted.append(min(verdict.accepted, len(new)))
         start += len(new)
+    session.check_finite()
     return DecodedAnswer(
         token_ids=tuple(answer),
         path=AcceptancePath(lengths=tuple(lengths), accepted=tuple(accepted)),
@@ -108,13 +110,14 @@ def speculative_decode(
 def greedy_plain(
     session: TargetSession, *, prompt_ids: Sequence[int], max_new_tokens: int, stop_token_ids: Sequence[int]
 ) -> DecodedAnswer:
-    """The target's own greedy answer, one token a pass; its path is all ones."""
+    """The target's own greedy answer, one token a pass; its path is all ones. Raises as `speculative_decode` does."""
     chooser = Greedy()
     clock = _Clock(session.device)
     answer = [chooser.first(session.prefill(prompt_ids, rollback=False).logits_SV[-1])]
     prefill_seconds = clock.lap()
     while len(answer) < max_new_tokens and answer[-1] not in stop_token_ids:
         answer.append(chooser.first(session.step(answer[-1])))
+    session.check_finite()
     return DecodedAnswer(
         token_ids=tuple(answer),
         path=AcceptancePath(lengths=(1,) * (len(answer) - 1), accepted=(0,) * (len(answer) - 1)),

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from slipstream.errors import TargetError
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -46,6 +48,7 @@ class TargetSession:
         self._block: Tensor | None = None
         self._output: TargetOutput | None = None
         self._states: _States | None = None
+        self._finite: Tensor | None = None
         self.length = 0
         self.num_replays = 0
 
@@ -64,12 +67,22 @@ class TargetSession:
         """Where the target's embedding lies."""
         return self.embedding_VD.device
 
+    def check_finite(self) -> None:
+        """Raise `TargetError` if anything that the target gave since `prefill` was not finite. Waits for the device."""
+        if self._finite is not None and not bool(self._finite):
+            raise TargetError(
+                key="target.dtype",
+                value=str(self.target.dtype).removeprefix("torch."),
+                rule=f"the target gave NaN or Inf in an answer that reached token {self.length}; no drafter can be measured so",
+                hint="bfloat16 or float32 may hold what float16 cannot; otherwise its weights are damaged",
+            )
+
     def prefill(self, token_ids: Sequence[int], *, rollback: bool = True) -> TargetOutput:
         """Start an answer: run the prompt in an empty cache. `rollback=False` is for plain decoding, which only appends."""
         self._cache = DynamicCache(config=self.target.config)
         if rollback:
             self._cache.activate_past_recording()
-        self._block = self._output = self._states = None
+        self._block = self._output = self._states = self._finite = None
         self.length, self.num_replays = 0, 0
         output = self._run(torch.tensor(token_ids, device=self.device), last_only=True, taps=rollback)
         self.length = len(token_ids)
@@ -122,10 +135,16 @@ class TargetSession:
             **arguments,
         )
         logits_SV: Tensor = output.logits[0]
+        self._note(~torch.isnan(logits_SV))  # models may rule tokens out by -Inf
         if not taps:
             return TargetOutput(logits_SV=logits_SV, hidden_SKD=logits_SV.new_empty(len(token_ids_S), 0, 0))
         hidden_SKD = torch.stack([output.hidden_states[tap + 1][0] for tap in self._taps], dim=1)
+        self._note(torch.isfinite(hidden_SKD))
         return TargetOutput(logits_SV=logits_SV, hidden_SKD=hidden_SKD)
+
+    def _note(self, good: Tensor) -> None:
+        finite = good.all()
+        self._finite = finite if self._finite is None else self._finite & finite
 
 
 @dataclass(frozen=True, slots=True)
