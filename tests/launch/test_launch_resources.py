@@ -136,7 +136,7 @@ def test_a_host_too_small_for_more_than_its_slots_is_refused_before_anything_loa
     monkeypatch.setattr(module, "available_memory", lambda: host.peak_bytes)
     made.check_memory(memory)
     monkeypatch.setattr(module, "available_memory", lambda: host.peak_bytes - 1)
-    with pytest.raises(PlanError, match=r"GiB of host memory for the run, which needs .*: processes themselves 2\.0, "):
+    with pytest.raises(PlanError, match=r"GiB of host memory for the run, which needs .*: processes themselves 3\.0, "):
         made.check_memory(memory)
     elsewhere = Resources.of_another(made.flight, gpus=made.gpus)
     monkeypatch.setattr(shared, "available_memory", lambda: 1)

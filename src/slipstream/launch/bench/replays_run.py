@@ -93,8 +93,17 @@ class Ground:
             rounded=self._measure(drafter, self._rounded_states()) if rounds else None,
         )
         del drafter
-        gc.collect()
+        self._clear()
         return trained
+
+    def _clear(self) -> None:
+        """Leave the next drafter a process like a new one: none of its tensors shares a piece of memory with what went.
+
+        Warm-up gives back what is wholly free; weights in a corner of a freed piece would hold all of it, to be cut up anew.
+        """
+        gc.collect()
+        if torch.device(self._device).type == "cuda":
+            torch.cuda.empty_cache()
 
     def _fit(self, recipe: Recipe, *, plan: RunPlan) -> DFlashDrafter:
         device, account = torch.device(self._device), Account("bench")
