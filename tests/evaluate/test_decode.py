@@ -211,3 +211,14 @@ def test_a_target_that_gives_nan_is_told_of_and_forgotten_with_the_answer(kind, 
         plainly(session, prompt) if way == "plain" else speculate(session, oracle(session, prompt, answer), prompt)
     embedding[answer[2]] = good
     assert plainly(session, prompt).token_ids == answer
+
+
+def test_tapped_states_are_looked_at_where_the_logits_are_good(tiny_target, prompts):
+    target = tiny_target("llama")
+    session = TargetSession(target, tap_layers=TAPS)
+    layers = target.model.layers
+    layers[TAPS[1] + 1].register_forward_pre_hook(lambda _, inputs: (inputs[0].nan_to_num(), *inputs[1:]))
+    layers[TAPS[1]].mlp.down_proj.weight.data[0, 0] = float("nan")
+    answer = plainly(session, prompts[0]).token_ids  # reads logits alone
+    with pytest.raises(TargetError, match="NaN or Inf"):
+        speculate(session, oracle(session, prompts[0], answer), prompts[0])

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from slipstream.device.finite import not_finite
 from slipstream.errors import TargetError
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ class TargetSession:
         self._block: Tensor | None = None
         self._output: TargetOutput | None = None
         self._states: _States | None = None
-        self._finite: Tensor | None = None
+        self._bad = torch.zeros((), dtype=torch.bool, device=self.device)
         self.length = 0
         self.num_replays = 0
 
@@ -69,7 +70,7 @@ class TargetSession:
 
     def check_finite(self) -> None:
         """Raise `TargetError` if anything that the target gave since `prefill` was not finite. Waits for the device."""
-        if self._finite is not None and not bool(self._finite):
+        if bool(self._bad):
             raise TargetError(
                 key="target.dtype",
                 value=str(self.target.dtype).removeprefix("torch."),
@@ -82,7 +83,8 @@ class TargetSession:
         self._cache = DynamicCache(config=self.target.config)
         if rollback:
             self._cache.activate_past_recording()
-        self._block = self._output = self._states = self._finite = None
+        self._block = self._output = self._states = None
+        self._bad = torch.zeros_like(self._bad)
         self.length, self.num_replays = 0, 0
         output = self._run(torch.tensor(token_ids, device=self.device), last_only=True, taps=rollback)
         self.length = len(token_ids)
@@ -135,16 +137,12 @@ class TargetSession:
             **arguments,
         )
         logits_SV: Tensor = output.logits[0]
-        self._note(~torch.isnan(logits_SV))  # models may rule tokens out by -Inf
+        self._bad |= logits_SV.isnan().any()  # not Inf: models may rule tokens out by it
         if not taps:
             return TargetOutput(logits_SV=logits_SV, hidden_SKD=logits_SV.new_empty(len(token_ids_S), 0, 0))
         hidden_SKD = torch.stack([output.hidden_states[tap + 1][0] for tap in self._taps], dim=1)
-        self._note(torch.isfinite(hidden_SKD))
+        self._bad |= not_finite(hidden_SKD).any()
         return TargetOutput(logits_SV=logits_SV, hidden_SKD=hidden_SKD)
-
-    def _note(self, good: Tensor) -> None:
-        finite = good.all()
-        self._finite = finite if self._finite is None else self._finite & finite
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,7 +86,11 @@ def host_memory(
             ),
             _target(recipe, info=info, depth=shape.tap_layers[-1] + 1, loaders=workers or ranks, key=per_loader),
             _embedding(recipe, info=info, ranks=ranks, key=per_rank),
-            MemoryItem("processes themselves", (workers + ranks) * PROCESS_BYTES, f"{workers + ranks} x 1.5 GiB, as measured"),
+            MemoryItem(
+                "processes themselves",
+                (workers + ranks) * PROCESS_BYTES,
+                f"{workers + ranks} x {PROCESS_BYTES / GIB} GiB, as measured",
+            ),
         ),
     )
 

@@ -102,8 +102,7 @@ class Ground:
         Warm-up gives back what is wholly free; weights in a corner of a freed piece would hold all of it, to be cut up anew.
         """
         gc.collect()
-        if torch.device(self._device).type == "cuda":
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()  # nothing on a CPU
 
     def _fit(self, recipe: Recipe, *, plan: RunPlan) -> DFlashDrafter:
         device, account = torch.device(self._device), Account("bench")
